@@ -22,7 +22,8 @@ from kvboost.approx.probe import probe_reposition
 from kvboost.approx.registry import DocumentRegistry
 from kvboost.approx.repair import _Selector
 from kvboost.approx.reposition import KeyRepositioner, Move
-from kvboost.approx.select import STRATEGIES, Auto, CacheBlend, Even, First, Nothing, Query, Repair
+from kvboost.approx.select import STRATEGIES as ENGINE_STRATEGIES
+from kvboost.approx.select import Auto, CacheBlend, Even, Nothing, Repair
 from kvboost.approx.setup import choose_repairs
 from kvboost.config import EngineConfig
 from kvboost.core.arrange import ServedPaths
@@ -56,7 +57,7 @@ from kvboost.store import MemoryStore, RedisTier
 from kvboost.types import Chunk, KVBlock
 
 __all__ = [
-    "STRATEGIES",
+    "ENGINE_STRATEGIES",
     "Auto",
     "BatchRunner",
     "CacheBlend",
@@ -64,7 +65,6 @@ __all__ = [
     "DocumentRegistry",
     "Even",
     "Finished",
-    "First",
     "FixedChunker",
     "GuardedStore",
     "Job",
@@ -79,7 +79,6 @@ __all__ = [
     "Nothing",
     "PromptEncoder",
     "PromptKeys",
-    "Query",
     "RaggedRunner",
     "Repair",
     "RowBatch",

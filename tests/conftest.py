@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +14,6 @@ from benchmarks.common.servers import RedisServer, redis_server
 from kvboost.core.prefill import Prefiller
 from tests.helpers.models import smollm2_folder, tiny_model
 from tests.helpers.places import KINDS, Place
-from tests.helpers.s3 import s3_environment, s3_server
 
 # How long an example takes is no property of the code on a machine that does other things as well.
 settings.register_profile("kvboost", deadline=None)
@@ -95,29 +93,12 @@ def redis_at(_running_redis: RedisServer) -> RedisServer:
     return _running_redis
 
 
-@pytest.fixture(scope="session")
-def s3() -> Iterator[int]:
-    """The port of an S3-compatible server in a process of its own, with a bucket ``bucket``."""
-    with s3_server() as port:
-        yield port
-
-
-@pytest.fixture
-def s3_url(s3: int, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An empty folder in it, for whoever takes access from the environment."""
-    for name, value in s3_environment(s3).items():
-        monkeypatch.setenv(name, value)
-    return f"s3://bucket/{uuid.uuid4().hex}"
-
-
 @pytest.fixture(params=KINDS)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     """An empty place of records of each kind, over real servers."""
     if request.param == "disk":
         return Place("disk", str(tmp_path / "cache"))
-    if request.param == "redis":
-        return Place("redis", request.getfixturevalue("redis_at").url)
-    return Place("s3", request.getfixturevalue("s3_url"))
+    return Place("redis", request.getfixturevalue("redis_at").url)
 
 
 @pytest.fixture

@@ -90,6 +90,7 @@ def test_the_code_of_a_page_runs(
     if "my-adapter" in _code(page):
         tiny_adapter(tmp_path / "my-adapter")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(_ROOT / "examples/fleet")  # ``docs/fleet.md`` has a file of it copied
     code = (_SETUP.get(page, "") + _code(page)).replace(_MODEL, "MODEL").replace("MODEL", str(model_folder))
     for where, text, stand_in in _TEXTS:
         code = code.replace(text, stand_in) if where == page else code
@@ -98,7 +99,7 @@ def test_the_code_of_a_page_runs(
         exec(compile(code, page, "exec"), names)
     finally:
         for value in names.values():
-            if type(value).__module__.startswith("kvboost") and hasattr(value, "close"):
+            if type(value).__module__.startswith(("kvboost", "subscriber")) and hasattr(value, "close"):
                 value.close()
 
 

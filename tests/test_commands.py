@@ -18,7 +18,7 @@ from kvboost.cli.main import app
 _ROOT = Path(__file__).resolve().parents[1]
 _FENCED = re.compile(r"^ *```(?:bash|console|sh)\n(.*?)^ *```", re.M | re.S)
 _INLINE = re.compile(r"`((?:kvboost|python -m benchmarks) [^`\n]+)`")
-_COMMAND = re.compile(r"(?:^|[\s/(])(kvboost|python -m benchmarks) (.+)")
+_COMMAND = re.compile(r"(?:^|(?<!--model)[\s/(])(kvboost|python -m benchmarks) (.+)")
 _OPTION = re.compile(r"--[a-z][\w-]*")
 _OF_THE_RUNNER = {"--quick", "--list", "--json", "--markdown", "--help"}
 _ANY_NAME = {"NAME", "all", "COMMAND", "..."}  # as in "python -m benchmarks NAME"

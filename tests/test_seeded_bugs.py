@@ -16,10 +16,10 @@ from kvboost.core import keys as naming
 from kvboost.core import prefill, state, states
 from kvboost.core import workspaces as workspace
 from kvboost.core.plan import ReusePlan, plan_reuse
-from kvboost.hf import fingerprint, peft_layers, ragged
+from kvboost.hf import fingerprint, generate, peft_layers, ragged
 from kvboost.hf.cache import SlabCache
-from kvboost.hf.cache_layers import SlabLayer, StateLayer
-from kvboost.hf.codec import RawCodec
+from kvboost.hf.cache_layers import CountingLayer, SlabIndexedLayer, SlabLayer, StateLayer
+from kvboost.hf.codec import KVCodec
 from kvboost.hf.numerics import choose
 from kvboost.hf.runner import ModelRunner
 from kvboost.steps import StepRule
@@ -30,7 +30,7 @@ from tests import test_steps
 from tests.core import test_keys as test_hashing
 from tests.core import test_state
 from tests.core import test_workspaces as test_workspace
-from tests.engine import test_batch, test_engine, test_exact
+from tests.engine import test_batch, test_engine, test_exact, test_states_alone
 from tests.helpers.exactness import assert_warm_equals_cold
 from tests.helpers.kernels import round_by_rows
 from tests.helpers.models import tiny_model
@@ -69,7 +69,7 @@ def _resumed_inside_a_step(patch: pytest.MonkeyPatch) -> None:
 
 
 def _stored_tensors_shared(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RawCodec, "pack", lambda self, tensors, start: tuple(tensors))
+    patch.setattr(KVCodec, "pack", lambda self, tensors, start: tuple(tensors))
 
 
 def _placed_one_row_late(patch: pytest.MonkeyPatch) -> None:
@@ -98,6 +98,28 @@ def _leased_blocks_evicted(patch: pytest.MonkeyPatch) -> None:
 
 def _states_of_the_text_before(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StateLayer, "forget", lambda self: None)
+
+
+def _single_tokens_not_counted(patch: pytest.MonkeyPatch) -> None:
+    right = CountingLayer.count
+    patch.setattr(CountingLayer, "count", lambda self, tokens: right(self, tokens - (tokens == 1)))
+
+
+def _prompt_read_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(generate, "_resuming", lambda model, cache: nullcontext())
+
+
+def _index_positions_from_zero(patch: pytest.MonkeyPatch) -> None:
+    right = SlabIndexedLayer.indexer_position_ids.fget
+    wrong = property(lambda self: None if (ids := right(self)) is None else 0 * ids, lambda self, ids: None)
+    patch.setattr(SlabIndexedLayer, "indexer_position_ids", wrong)
+
+
+def _states_leave_room_for_nothing(patch: pytest.MonkeyPatch) -> None:
+    right = MemoryStore.__init__
+    patch.setattr(
+        MemoryStore, "__init__", lambda self, size, **rest: right(self, size, **{**rest, "states_alone": False})
+    )
 
 
 def _states_not_placed(patch: pytest.MonkeyPatch) -> None:
@@ -247,6 +269,18 @@ def _recurrent_requests(tiny: Tiny) -> None:
             assert_warm_equals_cold(warm, cold, tokens)
 
 
+def _short_steps(test: Callable[[Tiny], None]) -> Callable[[Tiny], None]:
+    def check(tiny: Tiny) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(choose, "_GRID_ON_CPU", 16)
+            test(tiny)
+
+    return check
+
+
+_states_alone = _short_steps(test_states_alone.test_other_texts_of_one_length_are_told_apart)
+
+
 def _byte_engine() -> KVBoost:
     from tests.helpers.tokenizer import byte_tokenizer
 
@@ -291,6 +325,19 @@ _BUGS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Tiny], No
     ),
     "states of the text before are not forgotten": (_states_of_the_text_before, _recurrent_requests),
     "states are not placed": (_states_not_placed, _recurrent_requests),
+    "states alone are not placed": (_states_not_placed, _states_alone),
+    "states alone are named by their end": (_state_named_by_its_end, _states_alone),
+    "states alone share memory with the store": (_states_shared_with_the_store, _states_alone),
+    "single tokens are not counted": (_single_tokens_not_counted, _states_alone),
+    "generate reads the prompt again": (_prompt_read_again, _states_alone),
+    "positions of index keys are lost": (
+        _index_positions_from_zero,
+        _short_steps(test_states_alone.test_indexed_attention_beside_states_is_resumed),
+    ),
+    "states alone leave room for KV": (
+        _states_leave_room_for_nothing,
+        _short_steps(test_states_alone.test_states_alone_fill_the_memory),
+    ),
     "placed states are the stored ones": (_states_shared_with_the_store, _recurrent_requests),
     "a state is named by its end": (_state_named_by_its_end, _recurrent_requests),
     "a lease does not protect": (_leased_blocks_evicted, _contract("test_a_leased_block_is_not_evicted")),

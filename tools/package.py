@@ -1,7 +1,7 @@
 """Builds the packages and checks them: ``python -m tools.package`` writes to dist/. Needs the extra ``release``.
 
-The wheel has the package and nothing else, the source package everything that its tests need. With ``--tag v1.2.3`` the
-version must be that tag's. Prints what is in them.
+The wheel has the package and nothing else, in at most 45,000 lines; the source package everything that its tests need.
+With ``--tag v1.2.3`` the version must be that tag's. Prints what is in them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import tarfile
 import zipfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,6 +24,7 @@ _NEEDED_IN_SDIST = (
     *("src", "tests", "benchmarks", "docs", "examples", "tools"),
     *("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "SECURITY.md", "CITATION.cff"),
 )
+MAX_LINES = 45_000  # of Python in the wheel: each has a reader
 _JUNK = re.compile(r"(^|/)(__pycache__|\.git|\.ci|build|dist|kv-cache|\.venv)(/|$)|\.pyc$")
 
 
@@ -43,6 +44,21 @@ def wheel_faults(names: Sequence[str]) -> list[str]:
     ]
     faults += [f"{name} is junk" for name in names if _JUNK.search(name)]
     return faults + [f"the wheel lacks {name}" for name in _NEEDED_IN_WHEEL if name not in names]
+
+
+def size_faults(lines: Mapping[str, int]) -> list[str]:
+    """What to do if the files of the package, with their numbers of lines, are more than anybody wants to read."""
+    total = sum(lines.values())
+    if total <= MAX_LINES:
+        return []
+    rooms: Counter[str] = Counter()
+    for name, count in lines.items():
+        rooms[name.split("/")[0]] += count
+    largest = ", ".join(f"{room} {count:,}" for room, count in rooms.most_common(5))
+    return [
+        f"the package has {total:,} lines of {MAX_LINES:,}: delete a feature that nobody would miss, or move what only "
+        f"maintainers run to benchmarks/, tools/ or tests/. The most lines are in {largest}"
+    ]
 
 
 def sdist_faults(names: Sequence[str]) -> list[str]:
@@ -74,7 +90,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         counts = Counter("/".join(name.split("/")[: 2 if path == wheel else 1]) for name in names)
         print(f"{path.name}: {len(names)} files, {path.stat().st_size / 1e6:.1f} MB")
         print("  " + ", ".join(f"{name} {count}" for name, count in sorted(counts.items())))
-    faults = wheel_faults(in_wheel) + sdist_faults(in_sdist)
+    package = ROOT / "src/kvboost"
+    lines = {str(f.relative_to(package)): len(f.read_text().splitlines()) for f in package.rglob("*.py")}
+    print(f"  {sum(lines.values()):,} lines of Python in {len(lines)} files")
+    faults = wheel_faults(in_wheel) + sdist_faults(in_sdist) + size_faults(lines)
     print(*faults, sep="\n", end="\n" if faults else "", file=sys.stderr)
     return 1 if faults else 0
 

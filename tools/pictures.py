@@ -163,14 +163,13 @@ def repair() -> Picture:
 
 def tiers() -> Picture:
     """Where chunks are kept, and for how long."""
-    p = Picture("Tiers", 330)
+    p = Picture("Tiers", 288)
     rows = [
         ("workspace", "the last caches, still in place", "this process, no copy"),
         ("memory", "cache_bytes", "this process"),
         ("host", "host_cache_bytes", "this process, beside an accelerator"),
         ("disk", "disk_cache_dir", "outlives the process, which others share"),
         ("Redis or Valkey", "remote_url", "shared by machines"),
-        ("object store", "object_url", "outlives the cluster"),
     ]
     p.text(56, 34, "A lookup goes down until it finds the chunk; what it finds comes up into memory.", "ink bold")
     for i, (name, setting, life) in enumerate(rows):
@@ -178,8 +177,8 @@ def tiers() -> Picture:
         p.box(56, y, (150, 32), "box", name)
         p.text(222, y + 21, setting)
         p.text(440, y + 21, life, "soft")
-    p.arrow((36, 54), (36, 290))
-    p.text(56, 316, "A tier that fails or lags is a miss, never an error: the prompt is computed.", "soft")
+    p.arrow((36, 54), (36, 248))
+    p.text(56, 274, "A tier that fails or lags is a miss, never an error: the prompt is computed.", "soft")
     return p
 
 

@@ -28,7 +28,8 @@ from benchmarks.common.measure import (
     positive,
 )
 from benchmarks.common.report import BenchError, Report
-from benchmarks.internals import STRATEGIES, forget_requests
+from benchmarks.common.strategies import STRATEGIES
+from benchmarks.internals import forget_requests
 from kvboost.bench.report import Machine, Spread, Table, describe_machine, ratios, say
 from kvboost.engine import KVBoost
 from kvboost.types import GenerationResult
@@ -67,14 +68,14 @@ def parse_setting(text: str) -> Setting:
         known = [*_QUALITIES, *sorted(STRATEGIES)]
         raise argparse.ArgumentTypeError(f"{name} is neither a quality nor a strategy; use one of {known}")
     if not given:
-        return Setting(text, {"quality": "high", "recompute_strategy": name})
+        return Setting(text, {"quality": "high", "recompute_strategy": STRATEGIES[name]})
     try:
         share = float(ratio)
     except ValueError:
         share = -1.0
     if not 0.0 <= share <= 1.0:
         raise argparse.ArgumentTypeError(f"{text}: {ratio!r} is not a share; write for example {name}=0.15")
-    return Setting(text, {"quality": "high", "recompute_strategy": name, "recompute_ratio": share})
+    return Setting(text, {"quality": "high", "recompute_strategy": STRATEGIES[name], "recompute_ratio": share})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -29,7 +29,7 @@ from benchmarks.common.measure import (
 from benchmarks.common.plot import Panel, Point, save
 from benchmarks.common.quality import SEED, Reference, compare, interval, mean_cell
 from benchmarks.common.report import Progress, Report
-from benchmarks.internals import STRATEGIES
+from benchmarks.common.strategies import STRATEGIES
 from kvboost.bench.report import Table, say
 from kvboost.engine import KVBoost
 
@@ -144,7 +144,8 @@ def run(args: argparse.Namespace) -> Report:
 def _engine(plain: KVBoost, store: FreezableStore, setting: Setting, args: argparse.Namespace) -> KVBoost:
     asked: dict[str, Any] = {"quality": setting.strategy}
     if setting.strategy not in _QUALITIES:
-        asked = {"quality": "high", "recompute_strategy": setting.strategy, "recompute_ratio": setting.ratio}
+        strategy = STRATEGIES[setting.strategy]
+        asked = {"quality": "high", "recompute_strategy": strategy, "recompute_ratio": setting.ratio}
     common: dict[str, Any] = {"store": store, "chunk_size": args.chunk_size, "force_approx": True}
     return engine_beside(plain, **common, **asked)
 

@@ -14,11 +14,10 @@ from benchmarks.common import rag
 from benchmarks.common.measure import FreezableStore, add_engine_arguments, engine_beside, load_engine, share
 from benchmarks.common.quality import Reference, compare, quality_cells
 from benchmarks.common.report import Progress, Report
+from benchmarks.common.strategies import First, Query
 from benchmarks.internals import (
     Auto,
     CacheBlend,
-    First,
-    Query,
     allow_second_round,
     second_round_always,
     values_only,

@@ -68,7 +68,9 @@ _SIZES: dict[str, Any] = {
     "v_head_dim": 16,
     "index_n_heads": 2,
     "index_head_dim": 16,
-    "index_topk": 32,
+    # More than the prompts here. Behind fewer, many scores are exactly zero in models this small, and which of them are
+    # chosen depends on how many keys a forward sees: plain Transformers' own answers with a cache and without differ.
+    "index_topk": 512,
     # Recurrent layers
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,

@@ -71,9 +71,9 @@ def prefix_affinity() -> Strategy:
         bits = np.unpackbits(run.view(np.uint8), axis=1, bitorder="little")
         tokens = prompt.chunk_tokens @ bits
         most = simulation.fleet.costs.compute * prompt.prompt_tokens + _ABOVE * float(_seconds(queues).min())
-        names = sent.replicas  # nobody is forgotten, so the places are in this order
-        held = ((names[place], float(tokens[place])) for place in np.flatnonzero(tokens[: len(names)]))
-        found = {name: length for name, length in held if name in queues and queues[name] <= most}
+        places = {name: sent.bit_of(name) for name in queues if queues[name] <= most}
+        held = {name: float(tokens[place]) for name, place in places.items() if place is not None}
+        found = {name: length for name, length in held.items() if length}
         best = max(found.values(), default=0.0)
         replicas = simulation.replicas
         tied = sorted((name for name in found if found[name] == best), key=lambda name: replicas[name].number)

@@ -26,6 +26,16 @@ def make_model(folder: Path) -> Path:
     return place
 
 
+def make_mixture(folder: Path, *, width: int) -> Path:
+    """A mixture of experts with random weights: few layers, but each as wide as in a model that is used."""
+    place = folder / f"random-qwen3-moe-{width}"
+    sizes = {"hidden_size": width, "moe_intermediate_size": width, "num_experts": 8, "num_hidden_layers": 4}
+    heads = {"head_dim": 64, "num_attention_heads": 8}
+    tiny_model("qwen3_moe", vocab_size=300, max_position_embeddings=8192, **sizes, **heads).save_pretrained(place)
+    byte_tokenizer().save_pretrained(place)
+    return place
+
+
 def make_questions(folder: Path, *, count: int = 6, passages: int = 6) -> Path:
     """Questions in the shape of the MuSiQue file, with passages that share no text."""
     rng = random.Random(3)

@@ -3,12 +3,15 @@
 Cold: a prompt that is not stored, through ``engine.generate`` and ``model.generate``, one new token each, storing
 included. Warm: a text that was read before with a question behind it, as plain text without boundaries, against plain
 Transformers and against the bare forward of the question on a ``DynamicCache`` in place. Every call alternates.
+With ``--moe`` the model is a mixture of experts with random weights, 2 of 8 experts for each token in 4 layers.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +38,14 @@ _QUESTION = "\n\nIn one sentence: what is the text above about, and what does it
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
     add_model_arguments(parser, dtypes=("float32", "bfloat16"))
+    parser.add_argument(
+        "--moe",
+        type=positive,
+        nargs="?",
+        const=1024,
+        metavar="WIDTH",
+        help="in the place of --model: a made-up mixture of experts with so many inputs (default 1024)",
+    )
     parser.add_argument("--lengths", type=positive, nargs="+", default=[280, 2000, 6000], help="tokens of cold prompts")
     parser.add_argument("--read", type=positive, default=2000, help="tokens read before the question (default 2000)")
     parser.add_argument("--repeat", type=positive, default=7, help="rounds measured (default 7)")
@@ -43,6 +54,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Report:
     """Measure every dtype."""
+    if args.moe is None:
+        return _measure(args)
+    from benchmarks.common.stand_ins import make_mixture
+
+    with tempfile.TemporaryDirectory(prefix="kvboost-mixture-") as scratch:
+        args.model = make_mixture(Path(scratch), width=args.moe)
+        return _measure(args)
+
+
+def _measure(args: argparse.Namespace) -> Report:
     report = Report("first_reading")
     for dtype in args.dtype:
         engine = load_engine(args, dtype=dtype, cache_bytes="4GiB")

@@ -81,6 +81,8 @@ def run(args: argparse.Namespace) -> Report:
             "chat": _chat(engine, args.turns),
             "branches": _branches(engine),
             "restart": _restarts(model, args.known),
+            "state_bytes": engine.parts.layout.state_bytes if engine.parts.layout else 0,
+            "token_bytes": engine.parts.layout.bytes_per_token if engine.parts.layout else 1,
         }
         report.tables += [_times_table(found, machine), _hits_table(found, machine)]
         report.raw[dtype] = found
@@ -190,7 +192,7 @@ def _state_share(engine: KVBoost) -> float:
     assert session is not None
     store = session.store
     assert isinstance(store, MemoryStore)
-    return store.state_bytes / store.memory_bytes
+    return store.state_bytes / store.stats().bytes
 
 
 def _times_table(found: dict[str, Any], machine: Machine) -> Table:
@@ -222,5 +224,9 @@ def _hits_table(found: dict[str, Any], machine: Machine) -> Table:
         table.add(f"branches behind {_SYSTEM} shared tokens, {name}: reused", ", ".join(map(str, reused)))
     for name, reused in found["restart"].items():
         table.add(f"after a restart, from {name}", str(reused))
-    table.notes.append(f"States took {found['chat']['share']:.2f} of the bytes that the chat stored.")
+    state, token = found["state_bytes"], found["token_bytes"]
+    table.notes.append(
+        f"States took {found['chat']['share']:.2f} of the bytes that the chat stored. One takes {state:,} bytes, as "
+        f"the KV of {state // token:,} tokens does."
+    )
     return table

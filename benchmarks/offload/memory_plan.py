@@ -206,7 +206,7 @@ def load_and_answer(folder: Path, budget: int | None, case: Case) -> dict[str, i
         engine.generate([3, 4, 5], max_new_tokens=2)
     del engine
     # As before the estimate's own base: the matrix library's buffers.
-    measure_rates(dtype=dtype, device=torch.device("cpu"), tokens=_STEP)
+    measure_rates(dtype=dtype, device=torch.device("cpu"), tokens=_STEP, files=[*folder.glob("*.safetensors")])
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts here

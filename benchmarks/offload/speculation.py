@@ -99,7 +99,7 @@ def _counts(result: GenerationResult) -> tuple[object, ...]:
     told = result.speculation
     if told is None:
         return len(result.token_ids), "-", "-", "-"
-    return told.passes, told.proposed, told.accepted, f"{told.accepted_per_pass:.2f}"
+    return told.passes, told.proposed, told.accepted, f"{told.accepted / told.passes:.2f}"
 
 
 def _speed(result: GenerationResult) -> float:

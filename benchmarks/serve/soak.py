@@ -4,8 +4,8 @@ A real server in a process of its own, over a tiny model, so that many requests 
 chats that go on, completions, streams, structured answers and broken requests, of the model or of an adapter of it,
 and go away at random moments. Another key attacks all the time (`benchmarks/common/hostile.py`). The clients' key is
 replaced by a new one every three quarters of a minute, and the server reads its keys again. KV is kept in memory, in a
-directory, in a Redis and in an object store (moto). The Redis is killed, unreachable, silent, slow or talks nonsense
-every other quarter of a minute. All capacities are small, so that they are full before the warm-up is over (the first
+directory and in a Redis. The Redis is killed, unreachable, silent, slow or talks nonsense every other quarter of a
+minute. All capacities are small, so that they are full before the warm-up is over (the first
 quarter). Then the load pauses, what is open is counted, and it goes on.
 
 Passes if memory grows by at most 2 MB per hour over the last hour (a line through the samples), or by 20 MB after the
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import secrets
 import signal
@@ -41,7 +40,6 @@ from benchmarks.common.measure import positive
 from benchmarks.common.plot import Panel, Point, save
 from benchmarks.common.report import Report
 from kvboost.bench.report import say
-from tests.helpers.s3 import s3_environment, s3_server
 from tests.helpers.serving import KeyFiles, ServeProcess, key_files, kvboost_serve, tiny_adapter, tiny_folder
 
 QUICK = {"minutes": 0.4, "clients": 4, "hostile": 2, "every": 1.0}
@@ -59,8 +57,6 @@ _SETTINGS = {
     "cache_bytes": "4MiB",
     "workspace_bytes": "16MiB",
     "disk_cache_bytes": "8MiB",
-    "object_url": "s3://bucket/soak",
-    "object_cache_bytes": "16MiB",
     "serve_max_remembered_bytes": str(16 * 2**20),
 }
 _REDIS = ("--maxmemory", "32mb", "--maxmemory-policy", "allkeys-lru")
@@ -303,7 +299,6 @@ def run(args: argparse.Namespace) -> Report:
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder, keys = tiny_folder(scratch / "tiny-llama"), key_files(scratch)
-        os.environ.update(s3_environment(stack.enter_context(s3_server())))
         redis = FlappingRedis(stack, _REDIS)
         stack.callback(redis.end)
         options = [*keys.options, "--remote-url", redis.url, "--adapter", f"poet={tiny_adapter(scratch / 'poet')}"]

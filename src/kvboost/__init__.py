@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvboost.config import EngineConfig
     from kvboost.engine import KVBoost
+    from kvboost.engine.attach import Attached, attach
     from kvboost.errors import CapacityError, ConfigError, KVBoostError, StoreError, UnsupportedModelError
     from kvboost.types import (
         CacheStats,
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
         GenerationResult,
         PrefillResult,
         ReuseReport,
+        Score,
         Speculation,
         StreamPiece,
     )
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 __version__ = "1.0.0rc1"
 
 __all__ = [
+    "Attached",
     "CacheStats",
     "CapacityError",
     "ConfigError",
@@ -32,15 +35,18 @@ __all__ = [
     "KVBoostError",
     "PrefillResult",
     "ReuseReport",
+    "Score",
     "Speculation",
     "StoreError",
     "StreamPiece",
     "UnsupportedModelError",
+    "attach",
 ]
 
 _HOMES = {
     "EngineConfig": "kvboost.config",
     "KVBoost": "kvboost.engine",
+    **dict.fromkeys(("Attached", "attach"), "kvboost.engine.attach"),
     **dict.fromkeys(
         ("CapacityError", "ConfigError", "KVBoostError", "StoreError", "UnsupportedModelError"), "kvboost.errors"
     ),
@@ -51,6 +57,7 @@ _HOMES = {
             "GenerationResult",
             "PrefillResult",
             "ReuseReport",
+            "Score",
             "Speculation",
             "StreamPiece",
         ),

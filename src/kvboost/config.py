@@ -32,17 +32,11 @@ _SIZES = (
     "tenant_bytes",
     "host_cache_bytes",
     "disk_cache_bytes",
-    "object_cache_bytes",
 )
 
-_LIMITS = {
-    "disk_cache_bytes": "disk_cache_dir",
-    "object_cache_bytes": "object_url",
-}
 _NON_PREFIX = (
     "recompute_strategy",
     "recompute_ratio",
-    "recompute_overlap",
     "force_approx",
     "calibration",
     "shadow_share",
@@ -117,7 +111,7 @@ class EngineConfig:
     tenant: str = ""
     """Chunks of different tenants are never shared. One engine serves many: see :meth:`kvboost.KVBoost.for_tenant`."""
     tenant_bytes: int | str | None = None
-    """Limit for one tenant, in memory, on disk and in a bucket; a shared server has its own limit only. Without one, a
+    """Limit for one tenant, in memory and on disk; a shared server has its own limit only. Without one, a
     tenant uses what others leave free; in a full memory or disk tier it evicts its own chunks, or those of tenants that
     have more than it has and more than an even share."""
     numerics: Any = None
@@ -141,16 +135,15 @@ class EngineConfig:
     """Share of the requests with non-prefix reuse that are also answered without it, in the background. Non-prefix
     reuse stops once too many answers differ (see ``cache_stats()["non_prefix_reuse"]``). The default is 0, or 2 % if
     ``quality`` is a number (``kvboost serve``: 2 % also for ``"high"`` and ``"fast"``); ``quality="auto"`` then checks
-    while no request runs, and this share at once if given."""
+    while no request runs, and this share at once if given. There are three slots for it. A request holds one
+    from its beginning until its check is over, the whole answer long: a busy server checks less than this share."""
     calibration: str | Path | None = None
     """File written by ``KVBoost.calibrate``: the strategy and ratio this model needs for each quality."""
     recompute_strategy: Any = None
-    """Which tokens of non-prefix reuse are recomputed, instead of the quality's choice. ``"none"``, ``"selective"``,
-    ``"first"``, ``"even"``, ``"cacheblend"``, ``"query"``, ``"auto"``, or in Python a RepairStrategy."""
+    """Which tokens of non-prefix reuse are recomputed, instead of the quality's choice. ``"none"``, ``"even"``,
+    ``"cacheblend"``, ``"auto"``, or in Python a RepairStrategy."""
     recompute_ratio: float | None = None
     """Share of their tokens to recompute, instead of the quality's own."""
-    recompute_overlap: int | None = None
-    """Tokens per boundary for the ``"selective"`` strategy."""
     force_approx: bool = False
     """Use non-prefix reuse also where computing is expected to be faster, as measurements do."""
     kv_cache_bits: int = 16
@@ -177,19 +170,6 @@ class EngineConfig:
     remote_timeout_seconds: float = 0.03
     """How long a request waits for the server beyond what its bytes take, before it computes instead. Give more for a
     server across a slow network, or a busy machine."""
-    object_url: str | None = None
-    """Also keep chunks in this object store, ``s3://BUCKET/PREFIX``, used when no other tier has them. Also ``gs://``
-    (Google) and ``az://CONTAINER/PREFIX`` (Azure). The region, the endpoint and the keys come from the environment
-    (``AWS_*``, ``GOOGLE_*``, ``AZURE_*``). Needs ``kvboost[s3]``."""
-    object_cache_bytes: int | str | None = None
-    """Limit for one model and tenant in a new bucket. None leaves it to the bucket's own rules. The bucket keeps the
-    limit of its first writer; ``kvboost cache limit`` changes it."""
-    draft: Any = None
-    """Proposes tokens that the model verifies, several in one pass: a smaller model, or ``"prompt-lookup"``. The
-    model needs the same vocabulary and is given loaded, or as a folder or name; prompt lookup proposes what followed
-    the last two tokens earlier in the prompt. Helps most with streamed weights
-    (docs/decisions/0019-speculation.md). The draft's own weights are not part of ``weight_budget``. Used by generate,
-    stream and chat; not by batches."""
     record_protection: str = "none"
     """Protection of what is written outside the process: ``"none"``, ``"mac"`` or ``"encrypt"``. ``"none"`` has
     checksums, ``"mac"`` also detects changes by others, ``"encrypt"`` also prevents reading (needs
@@ -238,8 +218,6 @@ class EngineConfig:
             )
         if self.recompute_ratio is not None and not 0.0 <= self.recompute_ratio <= 1.0:
             raise ConfigError(f"recompute_ratio={self.recompute_ratio} is not a share; give 0.15 for 15 % of tokens")
-        if self.recompute_overlap is not None and self.recompute_overlap < 0:
-            raise ConfigError(f"recompute_overlap={self.recompute_overlap} is negative; give a number of tokens")
         if self.chunk_size is not None and self.chunk_size < 4:
             raise ConfigError(f"chunk_size={self.chunk_size} is too small; use 4 or more, or leave it out")
         if self.max_chunks is not None and self.max_chunks < 0:
@@ -248,14 +226,12 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not (name in _AUTOMATIC and value == AUTO):
                 object.__setattr__(self, name, parse_bytes(value, name=name))
-            if name in _LIMITS and getattr(self, name) == 0:
-                raise ConfigError(f"{name}=0 keeps nothing; leave {_LIMITS[name]} out instead")
+        if self.disk_cache_bytes == 0:
+            raise ConfigError("disk_cache_bytes=0 keeps nothing; leave disk_cache_dir out instead")
         if not isinstance(self.tenant, str):
             raise ConfigError(f"tenant={self.tenant!r} is no name; give a text")
         if not (isinstance(self.remote_timeout_seconds, int | float) and self.remote_timeout_seconds > 0):
             raise ConfigError(f"remote_timeout_seconds={self.remote_timeout_seconds!r} is no time; give 0.03 for 30 ms")
-        if self.object_url is not None and not re.match(r"(s3|gs|az)://[^/]", self.object_url):
-            raise ConfigError(f"object_url={self.object_url!r} is not known; give s3://BUCKET/PREFIX (or gs:, az:)")
         if self.kv_dir is not None and not Path(self.kv_dir).is_dir():
             raise ConfigError(f"kv_dir={str(self.kv_dir)!r} is no directory; create it, or leave it out")
         self._check_non_prefix()

@@ -34,18 +34,18 @@ def up_to_page(size: int) -> int:
 class DirectFile:
     """A file opened for reading. Several threads may read at once."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises OSError if the file cannot be opened."""
-        self.path = path
-        self.direct = bool(DIRECT)
+    def __init__(self, path: Path, *, direct: bool = True, flags: int = 0) -> None:
+        """``flags`` go to ``os.open`` as well. Raises OSError if the file cannot be opened."""
+        self.path, self._flags = path, os.O_RDONLY | flags
+        self.direct = direct and bool(DIRECT)
         """Whether reads bypass the page cache; off where the file system refuses."""
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | DIRECT)
+            self._descriptor = os.open(path, self._flags | (DIRECT if self.direct else 0))
         except OSError as error:
-            if error.errno != errno.EINVAL or not DIRECT:
+            if error.errno != errno.EINVAL or not self.direct:
                 raise
             self.direct = False
-            self._descriptor = os.open(path, os.O_RDONLY)
+            self._descriptor = os.open(path, self._flags)
         self.size = os.fstat(self._descriptor).st_size
 
     def read(self, buffer: memoryview, offset: int) -> int:
@@ -84,7 +84,7 @@ class DirectFile:
         self.close()
 
     def _fall_back_to_buffered(self) -> None:
-        replacement = os.open(self.path, os.O_RDONLY)
+        replacement = os.open(self.path, self._flags)
         os.dup2(replacement, self._descriptor)  # other threads keep the same descriptor
         os.close(replacement)
         self.direct = False

@@ -30,7 +30,7 @@ class StoreError(KVBoostError):
 
 
 class PlaceError(KVBoostError):
-    """A directory, server or bucket of chunk records cannot be used by an administrative command.
+    """A directory or server of chunk records cannot be used by an administrative command.
 
     Tiers never raise it: for them it is a miss.
     """
@@ -58,12 +58,12 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "structured": ("llguidance",),
     "redis": ("redis",),
     "mooncake": ("mooncake",),
-    "s3": ("obstore",),
     "crypto": ("cryptography",),
     "adapters": ("peft",),
     "otel": ("opentelemetry",),
     "fleet": ("zmq", "msgspec"),
     "ray": ("ray",),
+    "evals": ("lm_eval",),
 }
 """What can be imported once an extra is installed."""
 

@@ -239,10 +239,6 @@ class LayeredStore(ChunkStore, Protocol):
         """Which of these are probably stored somewhere, at whatever position. Loads nothing."""
         ...
 
-    def prefetch(self, chunks: Sequence[Chunk]) -> Future[int]:
-        """Bring the leading chunks up into memory, in the background. The result is the number of tokens loaded."""
-        ...
-
     def flush(self) -> None:
         """Return once everything put so far is as durable as the tiers make it."""
         ...
@@ -310,15 +306,6 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Release every resource. The tier may not be used afterwards; what it stored stays."""
-        ...
-
-
-@runtime_checkable
-class RunTier(Protocol):
-    """A tier that need not be asked for all keys of a prompt to know how many of the first it has."""
-
-    def leading_run(self, keys: Sequence[bytes]) -> int:
-        """How many of ``keys``, from the first on without a gap, can probably be loaded. A hint."""
         ...
 
 

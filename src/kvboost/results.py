@@ -6,6 +6,7 @@ cached only if its KV was not computed for this request.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -47,7 +48,7 @@ class ReuseReport:
     timings_ms: Mapping[str, float] = field(default_factory=dict)
     """Milliseconds by stage: encode, plan, lease, place, prefill, first_token, ..."""
     reason: str | None = None
-    """Why something was not reused, or why the engine's draft was not used; None if there is no such reason."""
+    """Why something was not reused; None if there is no such reason."""
     approximate: str | None = None
     """The repair strategy of non-prefix reuse: the answer may differ from a full prefill's. None without it."""
     error_estimate: float | None = None
@@ -110,11 +111,6 @@ class Speculation:
     accepted: int
     """Proposed tokens that the model accepted. Every pass adds one token of the model's own."""
 
-    @property
-    def accepted_per_pass(self) -> float:
-        """Accepted tokens per pass."""
-        return self.accepted / self.passes if self.passes else 0.0
-
 
 @dataclass(frozen=True)
 class GenerationResult:
@@ -172,6 +168,24 @@ class PrefillResult:
     cache: Any
     """A ``transformers.Cache`` that belongs to the caller: changing it cannot touch the store."""
     reuse: ReuseReport
+
+
+@dataclass(frozen=True)
+class Score:
+    """How probable a text is after a context."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of each token after those before it: natural logarithms, in float32."""
+    is_greedy: bool
+    """Whether greedy decoding would give this text."""
+    reuse: ReuseReport
+    """Of the context, which all continuations share."""
+
+    @property
+    def logprob(self) -> float:
+        """Of the whole text: their sum."""
+        return math.fsum(self.logprobs)
 
 
 @dataclass(frozen=True)

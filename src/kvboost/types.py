@@ -15,6 +15,7 @@ from kvboost.results import DeclinedLoad as DeclinedLoad
 from kvboost.results import GenerationResult as GenerationResult
 from kvboost.results import PrefillResult as PrefillResult
 from kvboost.results import ReuseReport as ReuseReport
+from kvboost.results import Score as Score
 from kvboost.results import Speculation as Speculation
 from kvboost.results import StreamPiece as StreamPiece
 
@@ -306,4 +307,4 @@ class CacheStats(TypedDict):
     leased_chunks: int
     """Chunks held against eviction: zero when no request runs and nothing is pinned."""
     unsaved_chunks: int
-    """Chunks that a directory, server or bucket should have and did not keep."""
+    """Chunks that a directory or server should have and did not keep."""

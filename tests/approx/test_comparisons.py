@@ -10,7 +10,7 @@ import pytest
 from kvboost import ConfigError, KVBoost
 from kvboost.approx import comparisons as subject
 from kvboost.approx.calibration import Calibration, CalibrationRow
-from kvboost.approx.select import Selective
+from kvboost.approx.select import CacheBlend
 from tests.approx.test_find import HEAD, QUESTION, engine_for, text
 from tests.helpers.models import tiny_model
 
@@ -78,7 +78,10 @@ def _written(folder: Path, **changes: Any) -> Path:
 
 def _fitting(engine: KVBoost) -> dict[str, str]:
     assert engine.parts is not None
-    return {"weights": engine.parts.assembly.weights, "conditions": engine.session.prefiller.keys.conditions}
+    return {
+        "weights": engine.parts.assembly.identity.snapshot().fields["weights"],
+        "conditions": engine.session.prefiller.keys.conditions,
+    }
 
 
 def test_a_calibration_belongs_to_one_codec_and_one_kind_of_chunks(tmp_path: Path) -> None:
@@ -89,12 +92,8 @@ def test_a_calibration_belongs_to_one_codec_and_one_kind_of_chunks(tmp_path: Pat
             engine_for(model, calibration=file, **other)
     with pytest.raises(ConfigError, match="leave one out"):
         engine_for(model, calibration=file, recompute_ratio=0.3)
-    for own in (
-        {"recompute_strategy": Selective(overlap=3)},
-        {"recompute_strategy": "selective", "recompute_overlap": 3},
-    ):
-        with pytest.raises(ConfigError, match="cannot be written to a file"):
-            engine_for(model, **own).calibrate(traffic(), progress=False)
+    with pytest.raises(ConfigError, match="cannot be written to a file"):
+        engine_for(model, recompute_strategy=CacheBlend(layer=0)).calibrate(traffic(), progress=False)
 
 
 def test_a_calibration_belongs_to_one_model(tiny: Tiny, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from kvboost import ConfigError, GenerationMode, KVBoost
-from kvboost.approx.documents import Document, group_documents, named_documents
+from kvboost.approx.documents import Document, join_group, named_documents, plan_groups
 from kvboost.core.keys import token_array
 from kvboost.scheduler.jobs import Finished, Job
 from kvboost.scheduler.runner import BatchRunner
@@ -36,7 +36,9 @@ def test_every_document_comes_once_as_new_and_in_company_where_it_fits(
     start = list(range(head))
     read: list[int] = []
     missing = [i not in known for i in range(len(documents))]
-    for tokens, ends, new in group_documents(cut, missing, head=start, context_documents=company, max_tokens=most):
+    plan = plan_groups(lengths, missing, head_tokens=head, context_documents=company, max_tokens=most)
+    for context, added in plan:
+        new, (tokens, ends) = len(added), join_group([cut[i] for i in [*context, *added]], head=start)
         assert tokens[:head] == start
         parts = [tokens[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
         bodies = parts[1:] if head else parts

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 
 from kvboost import GenerationMode, KVBoost
 from kvboost.approx.find import ApproxReuse
-from kvboost.approx.select import STRATEGIES, First
+from kvboost.approx.select import STRATEGIES, Even
 from kvboost.extend import RepairSituation
 from tests.helpers.models import FAMILIES, tiny_model
 
@@ -142,7 +142,7 @@ def test_repair_brings_the_answer_closer(tiny: Tiny) -> None:
     full = read(engine_for(model, quality="exact"), HEAD, TWO, ONE, QUESTION)
     off: dict[float, float] = {}
     for ratio in (0.0, 0.5, 1.0):
-        engine = engine_for(model, recompute_strategy="query", recompute_ratio=ratio)
+        engine = engine_for(model, recompute_strategy="auto", recompute_ratio=ratio)
         warm(engine, HEAD, ONE, TWO)
         off[ratio] = distance(read(engine, HEAD, TWO, ONE, QUESTION), full)
     assert off[0.0] > off[0.5] > off[1.0]
@@ -542,13 +542,13 @@ def test_a_strategy_that_chooses_no_indices_is_named(tiny: Tiny, chosen: torch.T
     """Positions instead of indices, or a mask: the prompt is computed and the result says why."""
 
     @dataclass(frozen=True)
-    class Wrong(First):
+    class Wrong(Even):
         def choose(self, situation: RepairSituation) -> torch.Tensor:
             return chosen
 
     engine = engine_for(tiny("llama"), recompute_strategy=Wrong(), recompute_ratio=0.3)
     warm(engine, HEAD, ONE, TWO)
-    with pytest.warns(RuntimeWarning, match="first"):
+    with pytest.warns(RuntimeWarning, match="even"):
         found = read(engine, HEAD, TWO, ONE, QUESTION)
     assert found.reuse.moved_tokens == 0
     assert found.reuse.bitwise
@@ -558,7 +558,7 @@ def test_a_strategy_that_chooses_no_indices_is_named(tiny: Tiny, chosen: torch.T
 @pytest.mark.parametrize("method", ["choose", "decision_layers", "attention_layers"])
 def test_a_strategy_that_fails_is_named(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     @dataclass(frozen=True)
-    class Mine(First):
+    class Mine(Even):
         name = "my own"
 
     def fail(self: Mine, asked: Any) -> Any:

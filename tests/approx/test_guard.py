@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvboost.approx.guard import DisagreementBound, ReuseGuard
-from kvboost.errors import ConfigError
 
 STEPS = 2000
 RUNS = 400
@@ -168,18 +167,6 @@ def test_huge_counts_stay_inside_zero_and_one(disagreed: int, checked: int) -> N
     assert bound.upper - bound.lower < 1e-9
 
 
-@pytest.mark.parametrize("confidence", [0, 1, -0.5, 1.5, math.nan, True, "0.9"])
-def test_a_confidence_that_means_nothing_is_refused(confidence: float) -> None:
-    with pytest.raises(ConfigError, match="confidence must be above 0 and below 1"):
-        DisagreementBound(confidence)
-
-
-@pytest.mark.parametrize(("disagreed", "checked"), [(2, 1), (-1, 3), (0, -1), (1.0, 2), (0, True)])
-def test_counts_that_cannot_be_are_refused(disagreed: int, checked: int) -> None:
-    with pytest.raises(ConfigError):
-        at(disagreed, checked)
-
-
 def feed(fed: Fed, seen: Sequence[bool]) -> Fed:
     for disagreed in seen:
         fed.observe(disagreed)
@@ -215,7 +202,7 @@ def test_a_rate_below_the_tolerated_one_is_left_alone() -> None:
 
 def test_it_switches_off_exactly_when_the_lower_bound_passes_the_tolerated_share() -> None:
     rng = random.Random(4)
-    guard, bound = ReuseGuard(0.1, confidence=0.9), DisagreementBound(0.9)
+    guard, bound = ReuseGuard(0.1), DisagreementBound()
     while guard.allowed:
         assert bound.lower <= 0.1
         disagreed = rng.random() < 0.2
@@ -230,11 +217,9 @@ def test_it_stays_off_until_reset_and_then_starts_again() -> None:
     assert reason is not None
     assert "allow_non_prefix_reuse()" in reason
     feed(guard, [False] * 5000)
-    assert guard.bound.lower < 0.05
     assert (guard.allowed, guard.reason) == (False, reason)
     guard.reset()
-    assert guard == ReuseGuard(0.05)
-    assert guard.allowed
+    assert (guard.allowed, guard.bound) == (True, DisagreementBound())
 
 
 def test_one_disagreement_is_proof_where_none_is_tolerated() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from kvboost.approx.select import STRATEGIES, CacheBlend, Selective, make_strategy
+from kvboost.approx.select import STRATEGIES, Auto, CacheBlend, make_strategy
 from kvboost.approx.setup import choose_repairs
 from kvboost.config import EngineConfig
 from kvboost.errors import ConfigError
@@ -47,8 +47,7 @@ def test_choices_are_ascending_positions_that_exist(name: str, lengths: list[int
     assert torch.equal(chosen, chosen.unique())
     assert len(chosen) == 0 or (chosen[0] >= 0 and chosen[-1] < len(given_situation.positions))
     assert torch.equal(chosen, strategy.choose(given_situation)), "the same situation, the same positions"
-    if name not in ("selective",):  # its positions per boundary do not depend on the ratio
-        assert len(chosen) <= given_situation.budget + len(lengths)
+    assert len(chosen) <= given_situation.budget + len(lengths)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -63,24 +62,23 @@ def test_requested_layers_exist(name: str, layers: int) -> None:
 
 def test_the_known_ways_choose_what_their_names_say() -> None:
     given_situation = situation([8, 16], ratio=0.25)
-    positions = given_situation.positions
     assert STRATEGIES["none"].choose(given_situation).tolist() == []
-    assert positions[Selective(overlap=2).choose(given_situation)].tolist() == [16, 17, 37, 38]
-    assert positions[STRATEGIES["first"].choose(given_situation)].tolist() == [10, 11, 23, 24, 25, 26]
     changed = replace(given_situation, value_change=torch.arange(24.0), attention=-torch.arange(24.0))
     assert CacheBlend().choose(changed).tolist() == list(range(18, 24))
-    assert STRATEGIES["query"].choose(changed).tolist() == list(range(6))
 
 
 def test_a_strategy_is_found_by_name_or_taken_as_it_is() -> None:
-    assert make_strategy("first").name == "first"
-    own = Selective(overlap=3)
+    assert make_strategy("even").name == "even"
+    own = Auto(neighbours=1)
     assert make_strategy(own) is own
     assert isinstance(own, RepairStrategy)
     with pytest.raises(ConfigError, match="'guess' is not known; use one of"):
         make_strategy("guess")
-    with pytest.raises(ConfigError, match=r"give an object of it: Selective\(\)"):
-        make_strategy(Selective)
+    for left in ("first", "query", "selective"):
+        with pytest.raises(ConfigError, match=r"benchmarks/common/strategies\.py .* copy its class"):
+            make_strategy(left)
+    with pytest.raises(ConfigError, match=r"give an object of it: Auto\(\)"):
+        make_strategy(Auto)
     with pytest.raises(ConfigError, match="int lacks name, spreads"):
         make_strategy(7)  # type: ignore[arg-type]
 
@@ -88,8 +86,7 @@ def test_a_strategy_is_found_by_name_or_taken_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("settings", "name", "ratio"),
     [
-        ({"recompute_strategy": "first", "recompute_ratio": 0.4}, "first", 0.4),
-        ({"recompute_strategy": "selective", "recompute_overlap": 5}, "selective", None),
+        ({"recompute_strategy": "even", "recompute_ratio": 0.4}, "even", 0.4),
         ({"quality": "fast"}, None, None),
         ({}, None, None),
         ({"quality": 0.03}, None, None),
@@ -100,8 +97,6 @@ def test_settings_become_a_way_of_repairing(settings: dict[str, Any], name: str 
     assert name is None or repair.strategy.name == name
     assert ratio is None or repair.ratio == ratio
     assert 0.0 < repair.ratio <= 1.0
-    if name == "selective":
-        assert repair.strategy == Selective(overlap=5)
 
 
 def test_exact_means_nothing_moves_and_high_repairs_more_than_fast() -> None:
@@ -114,13 +109,11 @@ def test_exact_means_nothing_moves_and_high_repairs_more_than_fast() -> None:
     assert high.ratio > fast.ratio
     assert high.strategy.name == fast.strategy.name == "cacheblend", "a family that was not measured"
     [llama] = choose_repairs(EngineConfig(quality="high"), family="llama")
-    [given] = choose_repairs(EngineConfig(quality="high", recompute_strategy="first"), family="llama")
+    [given] = choose_repairs(EngineConfig(quality="high", recompute_strategy="even"), family="llama")
     [gemma] = choose_repairs(EngineConfig(quality="fast"), family="gemma3_text")
-    assert (llama.strategy.name, gemma.strategy.name, given.strategy.name) == ("auto", "auto", "first")
+    assert (llama.strategy.name, gemma.strategy.name, given.strategy.name) == ("auto", "auto", "even")
     tried = choose_repairs(EngineConfig(quality="auto"), family="qwen2")
     assert [one.strategy.name for one in tried] == ["none", "cacheblend", "cacheblend"]
-    with pytest.raises(ConfigError, match="recompute_overlap belongs to"):
-        choose_repairs(EngineConfig(quality="high", recompute_overlap=4))
 
 
 @given(length=st.integers(1, 300), ratio=st.floats(0.0, 1.0))

@@ -5,6 +5,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,9 +42,14 @@ def _served(number: int, produced: tuple[int, ...] = (5,)) -> ServedRequest:
     return ServedRequest(prompt, {}, list(produced), prefiller=None)  # type: ignore[arg-type]
 
 
+def offer(shadow: ShadowChecks, request: ServedRequest) -> None:
+    """As if it had been chosen and given a slot when it began."""
+    shadow.offer(replace(request, slot=shadow._guard.reserve() if shadow._guard.chooses() else None))
+
+
 def _offer(shadow: ShadowChecks, numbers: range) -> None:
     for number in numbers:
-        shadow.offer(_served(number))
+        offer(shadow, _served(number))
     shadow.wait()
 
 
@@ -118,7 +124,7 @@ def test_checks_that_cannot_keep_up_are_dropped() -> None:
     guard = ReuseGuard(0.1)
     shadow = ShadowChecks(slow, share=1.0, guard=guard)
     for _ in range(50):
-        shadow.offer(_served(1))
+        offer(shadow, _served(1))
     assert shadow.dropped >= 40
     go_on.set()
     shadow.wait()
@@ -143,7 +149,7 @@ def test_a_check_that_fails_does_not_count_and_does_not_end_the_others() -> None
     assert guard.bound.checked == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        shadow.offer(_served(3, produced=()))  # nothing to compare
+        offer(shadow, _served(3, produced=()))  # nothing to compare
         shadow.close()
 
 
@@ -151,7 +157,7 @@ def test_about_the_asked_share_is_checked() -> None:
     guard = ReuseGuard(0.5)
     shadow = ShadowChecks(lambda *args: False, share=0.3, guard=guard)
     for _ in range(1000):
-        shadow.offer(_served(1))
+        offer(shadow, _served(1))
         shadow.wait()
     assert 230 <= guard.bound.checked <= 370
     shadow.close()
@@ -161,9 +167,9 @@ def test_what_stands_behind_the_end_of_an_answer_is_not_compared(tiny: Tiny, mon
     engine = engine_for(tiny("llama"), recompute_ratio=1.0, force_approx=True, shadow_share=1.0)
     warm(engine, HEAD, ONE, TWO)
     kept: list[int] = []
-    likeliest = engine.parts.runner.next_tokens
+    likeliest = engine.parts.runner.last_logits
     monkeypatch.setattr(
-        engine.parts.runner, "next_tokens", lambda *a, keep: (kept.append(keep), likeliest(*a, keep=keep))[1]
+        engine.parts.runner, "last_logits", lambda *a, keep: (kept.append(keep), likeliest(*a, keep=keep))[1]
     )
     tokens, ends = joined(HEAD, TWO, ONE, QUESTION)
     engine.generate(tokens, boundaries=ends, max_new_tokens=3, min_new_tokens=3, temperature=0)

@@ -11,6 +11,7 @@ import pytest
 
 from kvboost import KVBoost
 from kvboost.approx import setup
+from kvboost.approx.find import ApproxReuse
 from kvboost.approx.guard import ReuseGuard
 from kvboost.approx.shadow import CheckSlots, ServedRequest, ShadowChecks, answers_differ
 from kvboost.core.prefill import RequestCancelled
@@ -21,7 +22,7 @@ from kvboost.scheduler.jobs import Job
 from kvboost.scheduler.runner import BatchRunner
 from kvboost.steps import StepRule
 from tests.approx.test_find import HEAD, ONE, QUESTION, TWO, engine_for, joined, text, warm
-from tests.approx.test_shadow import _served
+from tests.approx.test_shadow import _served, offer
 
 Tiny = Callable[..., Any]
 _NEVER = {"temperature": 0, "eos_token_id": None, "pad_token_id": 0}
@@ -125,7 +126,7 @@ def test_a_request_without_an_answer_leaves_its_slot(tiny: Tiny, how: str, monke
             taken.append(held.free)
             raise OSError("no more memory")
 
-        monkeypatch.setattr(Generator, "answer", failing)
+        monkeypatch.setattr(Generator, "_answer", failing)
         monkeypatch.setattr(JobDecoder, "together", failing)
         ask: Any = getattr(engine, how)
         with pytest.raises(OSError, match="no more memory"):
@@ -149,6 +150,45 @@ def test_in_use_a_request_has_its_slot_when_it_begins_too(tiny: Tiny) -> None:
     engine.close()
 
 
+def test_only_what_could_have_been_checked_counts_as_dropped(tiny: Tiny) -> None:
+    engine = on_trial(tiny, recompute_ratio=1.0)
+    held = Held(engine)
+    trust = engine.session.prefiller.approx.guard
+    while not trust.allowed:
+        trust.observe(False)
+    engine.generate_batch([prompt(seed) for seed in range(3)], max_new_tokens=2, **_NEVER)
+    assert (held.free, held.shadow.dropped) == (0, 0)
+    engine.generate(text(50, 80), max_new_tokens=2, **_NEVER)
+    assert held.shadow.dropped == 0, "nothing of it was known"
+    engine.generate(prompt(3), max_new_tokens=2, **_NEVER)
+    assert held.shadow.dropped == 1
+    held.idle.set()
+    engine.close()
+
+
+@pytest.mark.parametrize(("how", "reserved"), [("prefill", 1), ("repair that fails", 1), ("nothing found", 0)])
+def test_in_use_a_slot_comes_free_without_a_check(
+    how: str, reserved: int, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_for(tiny("llama"), recompute_ratio=1.0, force_approx=True, shadow_share=1.0)
+    warm(engine, HEAD, ONE, TWO)
+    held = Held(engine)
+    guard, given = engine.session.prefiller.approx.guard, list[Any]()
+    reserve = guard.reserve
+    monkeypatch.setattr(guard, "reserve", lambda: given.append(reserve()) or given[-1])
+    if how == "prefill":
+        engine.prefill(prompt(1))
+    elif how == "repair that fails":
+        monkeypatch.setattr(ApproxReuse, "_move", lambda *_: 1 // 0)
+        with pytest.warns(RuntimeWarning, match="division"):
+            assert engine.generate(prompt(1), max_new_tokens=2, **_NEVER).reuse.moved_tokens == 0
+    else:
+        engine.generate(text(50, 80), max_new_tokens=2, **_NEVER)
+    assert (len(given), held.free, held.shadow.dropped) == (reserved, 3, 0)
+    assert held.made() == []
+    engine.close()
+
+
 # Interrupted checks.
 
 
@@ -162,7 +202,7 @@ def test_a_check_that_is_interrupted_is_tried_again_and_counts() -> None:
         return False
 
     shadow = ShadowChecks(check, share=1.0, guard=guard)
-    shadow.offer(_served(1))
+    offer(shadow, _served(1))
     shadow.wait()
     assert (tries, guard.bound.checked, shadow.dropped) == ([1, 1, 1, 1], 1, 0)
     shadow.close()
@@ -178,7 +218,7 @@ def test_a_check_that_never_ends_does_not_keep_the_others_from_theirs() -> None:
 
     shadow = ShadowChecks(check, share=1.0, guard=guard)
     for number in (1, 2):
-        shadow.offer(_served(number))
+        offer(shadow, _served(number))
     shadow.wait()
     assert (guard.bound.checked, shadow.dropped, shadow._slots._free) == (1, 1, 3)
     shadow.close()

@@ -17,17 +17,17 @@ from kvboost.approx.find import ApproxReuse
 from kvboost.approx.guard import ReuseGuard
 from kvboost.approx.repair import Repairer
 from kvboost.approx.shadow import ShadowChecks
-from kvboost.approx.trust import EarnedTrust, TrustState
+from kvboost.approx.trust import TrustState
 from kvboost.core.guarded import GuardedStore
 from kvboost.engine import parts
 from tests.approx.test_find import HEAD, ONE, QUESTION, TWO, engine_for, joined, text, warm
-from tests.approx.test_shadow import _ask, _served
+from tests.approx.test_shadow import _ask, _served, offer
 
 Tiny = Callable[..., Any]
 
 
-def fed(share: float, checks: int, *, seed: int = 1, repairs: int = 3) -> EarnedTrust:
-    trust = EarnedTrust(0.05, repairs=["cheap", "better", "best"][:repairs])
+def fed(share: float, checks: int, *, seed: int = 1, repairs: int = 3) -> ReuseGuard:
+    trust = ReuseGuard(0.05, repairs=["cheap", "better", "best"][:repairs], earn=True)
     for differs in np.random.default_rng(seed).random(checks) < share:
         trust.observe(bool(differs))
     return trust
@@ -47,7 +47,7 @@ def test_a_repair_that_changes_nothing_is_allowed_within_200_checks_and_not_at_o
 
 
 def test_the_number_of_checks_it_names_is_the_number_it_takes() -> None:
-    trust = EarnedTrust(0.05, repairs=["only"])
+    trust = ReuseGuard(0.05, repairs=["only"], earn=True)
     trust.observe(True)
     assert trust.reason is not None
     needed = int(trust.reason.split(" of about ")[1].split()[0])
@@ -60,7 +60,7 @@ def test_the_number_of_checks_it_names_is_the_number_it_takes() -> None:
 
 def test_bad_repairs_are_tried_in_turn_and_never_allowed() -> None:
     seen = set()
-    trust = EarnedTrust(0.05, repairs=["cheap", "better", "best"])
+    trust = ReuseGuard(0.05, repairs=["cheap", "better", "best"], earn=True)
     for differs in np.random.default_rng(3).random(1500) < 0.4:
         seen.add(trust.standing.rung)
         trust.observe(bool(differs), rung=trust.standing.rung)
@@ -78,7 +78,7 @@ def test_how_often_a_good_repair_passes_is_as_the_decision_says(share: float, le
     """docs/decisions/0023-earned.md: nine in ten at 1 %, a third at 2 %, hardly any at 3 %."""
     passed = 0
     for seed in range(200):
-        trust = EarnedTrust(0.05, repairs=["cheap", "better", "best"])
+        trust = ReuseGuard(0.05, repairs=["cheap", "better", "best"], earn=True)
         for differs in np.random.default_rng(seed).random(400) < share:
             trust.observe(bool(differs))
             if trust.allowed or trust.standing.rung:
@@ -95,7 +95,7 @@ def test_hardly_any_run_is_allowed_what_is_worse_than_tolerated() -> None:
     """One of three repairs may be wrongly allowed in 5 % of the runs, however often the bound is read."""
     wrong = 0
     for seed in range(200):
-        trust = EarnedTrust(0.05, repairs=["cheap", "better", "best"])
+        trust = ReuseGuard(0.05, repairs=["cheap", "better", "best"], earn=True)
         for differs in np.random.default_rng(seed).random(1200) < 0.055:
             trust.observe(bool(differs), rung=trust.standing.rung)
             if trust.allowed:
@@ -147,7 +147,7 @@ def test_what_is_kept_last_is_what_came_last() -> None:
                 go_on.wait(timeout=10)
             kept.append(state)
 
-    trust = EarnedTrust(0.05, repairs=["only"], keeper=Slow())
+    trust = ReuseGuard(0.05, repairs=["only"], earn=True, keeper=Slow())
     threads = [threading.Thread(target=trust.observe, args=(False,)), threading.Thread(target=trust.reset)]
     threads[0].start()
     assert writing.wait(timeout=10)
@@ -161,7 +161,7 @@ def test_what_is_kept_last_is_what_came_last() -> None:
 
 
 def test_a_check_of_another_repair_counts_for_nothing() -> None:
-    trust = EarnedTrust(0.05, repairs=["cheap", "better"])
+    trust = ReuseGuard(0.05, repairs=["cheap", "better"], earn=True)
     for _ in range(200):
         trust.observe(False, rung=1)
     assert trust.bound.checked == 0
@@ -312,7 +312,7 @@ def test_a_check_waits_until_no_request_runs() -> None:
         return False
 
     shadow = ShadowChecks(check, share=1.0, guard=ReuseGuard(0.1), idle=idle.is_set)
-    shadow.offer(_served(1))
+    offer(shadow, _served(1))
     time.sleep(0.15)
     assert not done.is_set()
     idle.set()

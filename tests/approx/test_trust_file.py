@@ -14,15 +14,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvboost.approx.trust import EarnedTrust, TrustFile, TrustState
+from kvboost.approx.guard import ReuseGuard
+from kvboost.approx.trust import TrustFile, TrustState
 from tests.approx.test_find import HEAD, ONE, QUESTION, TWO, engine_for, text, warm
 from tests.approx.test_shadow import _ask
 
 Tiny = Callable[..., Any]
 
 
-def made(directory: Path, identity: str = "a model") -> EarnedTrust:
-    return EarnedTrust(0.3, repairs=["cheap", "best"], keeper=TrustFile(directory, identity=lambda: identity))
+def made(directory: Path, identity: str = "a model") -> ReuseGuard:
+    return ReuseGuard(0.3, repairs=["cheap", "best"], earn=True, keeper=TrustFile(directory, identity=lambda: identity))
 
 
 class _Last:
@@ -41,7 +42,7 @@ class _Last:
 @given(observed=st.lists(st.booleans(), max_size=120), restarts=st.sets(st.integers(0, 119)))
 def test_restarts_change_nothing(tmp_path_factory: pytest.TempPathFactory, observed: list[bool], restarts: Any) -> None:
     directory, last = tmp_path_factory.mktemp("trust"), _Last()
-    once, often = EarnedTrust(0.3, repairs=["cheap", "best"], keeper=last), made(directory)
+    once, often = ReuseGuard(0.3, repairs=["cheap", "best"], earn=True, keeper=last), made(directory)
     for index, differed in enumerate(observed):
         if index in restarts:
             often = made(directory)
@@ -83,7 +84,7 @@ def test_another_model_has_earned_nothing(tmp_path: Path) -> None:
 
 def test_what_a_model_that_changed_shows_is_not_kept_as_the_first_ones(tmp_path: Path) -> None:
     now = ["a model"]
-    trust = EarnedTrust(0.05, repairs=["cheap"], keeper=TrustFile(tmp_path, identity=lambda: now[0]))
+    trust = ReuseGuard(0.05, repairs=["cheap"], earn=True, keeper=TrustFile(tmp_path, identity=lambda: now[0]))
     trust.observe(True)
     now[0] = "trained further"
     while not trust.allowed:
@@ -100,12 +101,12 @@ def test_what_a_model_that_changed_shows_is_not_kept_as_the_first_ones(tmp_path:
         "[]",
         "{}",
         '{"format": 0, "identity": "a model", "state": {}}',
-        '{"format": 1, "identity": "a model", "state": {"checked": 3, "differed": 4}}',
-        '{"format": 1, "identity": "a model", "state": {"earned": 1}}',
-        '{"format": 1, "identity": "a model", "state": {"rung": -1}}',
-        '{"format": 1, "identity": "a model", "state": {"checked": 1000000000000000}}',
-        '{"format": 1, "identity": "a model", "state": {"other": 1}}',
-        '{"format": 1, "identity": "another", "state": {"earned": true}}',
+        '{"format": 2, "identity": "a model", "state": {"checked": 3, "differed": 4}}',
+        '{"format": 2, "identity": "a model", "state": {"allowed": 1}}',
+        '{"format": 2, "identity": "a model", "state": {"rung": -1}}',
+        '{"format": 2, "identity": "a model", "state": {"checked": 1000000000000000}}',
+        '{"format": 2, "identity": "a model", "state": {"other": 1}}',
+        '{"format": 2, "identity": "another", "state": {"allowed": true}}',
     ],
 )
 def test_a_file_of_no_use_counts_as_none(tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -121,14 +122,14 @@ def test_a_file_of_no_use_counts_as_none(tmp_path: Path, content: str, caplog: p
 
 
 def test_a_state_behind_the_last_repair_allows_nothing(tmp_path: Path) -> None:
-    TrustFile(tmp_path, identity=lambda: "a model").save(TrustState(rung=9, earned=True))
+    TrustFile(tmp_path, identity=lambda: "a model").save(TrustState(rung=9, allowed=True))
     assert made(tmp_path).standing == (False, False, 1)
 
 
 def test_whatever_keeps_it_from_being_kept_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As the model's identity does after a move to another device."""
     names = iter(["a model"])
-    trust = EarnedTrust(0.3, repairs=["cheap"], keeper=TrustFile(tmp_path, identity=lambda: next(names)))
+    trust = ReuseGuard(0.3, repairs=["cheap"], earn=True, keeper=TrustFile(tmp_path, identity=lambda: next(names)))
     trust.observe(False)
     trust.observe(False)
     assert (trust.bound.checked, caplog.text.count("cannot be written")) == (2, 1)

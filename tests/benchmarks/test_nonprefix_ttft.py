@@ -13,6 +13,7 @@ import pytest
 from benchmarks.approx.nonprefix_ttft import documents, new_orders, parse_setting
 from benchmarks.common.measure import FreezableStore, TextSource
 from benchmarks.common.report import BenchError
+from benchmarks.common.strategies import STRATEGIES
 from benchmarks.runner import main
 from kvboost.types import KVBlock, PutOutcome
 from tests.helpers.models import tiny_model
@@ -64,10 +65,10 @@ def test_nonprefix_ttft_alternates_every_setting_with_plain_and_exact_reading(fo
 def test_settings_are_names_with_a_ratio_or_without() -> None:
     assert parse_setting("fast").engine_settings == {"quality": "fast"}
     high = {"quality": "high"}
-    assert parse_setting("first").engine_settings == {**high, "recompute_strategy": "first"}
+    assert parse_setting("first").engine_settings == {**high, "recompute_strategy": STRATEGIES["first"]}
     assert parse_setting("query=0.15").engine_settings == {
         **high,
-        "recompute_strategy": "query",
+        "recompute_strategy": STRATEGIES["query"],
         "recompute_ratio": 0.15,
     }
     for wrong in ("nonsense", "query=x", "query=1.5", "fast=0.1"):

@@ -119,6 +119,13 @@ def test_a_short_form_needs_nothing_from_outside(name: str, capsys: pytest.Captu
     assert "| " in capsys.readouterr().out
 
 
+def test_a_first_reading_of_a_mixture_of_experts_needs_no_model(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    assert main(["first_reading", "--quick", "--moe", "64", "--json", str(file)]) == 0
+    cold = json.loads(file.read_text())["raw"]["float32"]["cold"]
+    assert [(one["tokens"], len(one["ours"]), len(one["plain"])) for one in cold] == [(200, 1, 1)]
+
+
 def test_options_win_over_the_short_form(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     assert main(["chunk_resync", "--quick", "--documents", "1", "--json", str(file)]) == 0

@@ -23,7 +23,7 @@ def _quick_rates(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_model_the_machine_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
-    for name in ("machine", "memory", "torch", "transformers", "[serve]", "[s3]"):
+    for name in ("machine", "memory", "torch", "transformers", "[serve]", "[redis]"):
         assert any(line.startswith(f"{name} ") for line in said.splitlines()), said
 
 

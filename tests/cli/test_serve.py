@@ -145,7 +145,6 @@ def _until(process: subprocess.Popen[str], words: str) -> str:
         (["--api-key-file", "KEYS", "--admin-key-file", "KEYS"], "several lines"),
         (["--max-streams", "0"], "max_streams=0 refuses everything"),
         (["--max-streams", "many"], "--max-streams is 'many'"),
-        (["--draft", "prompt-lookup"], "draft"),
         (["--cors-origin", "https://a.example", "--cors-origin", "a.example"], "'a.example' is no origin"),
         (["--tls-cert-file", "KEYS", "--tls-key-file", "KEYS"], "PEM certificate"),
         (["--port", "99999"], "port=99999 is no port"),

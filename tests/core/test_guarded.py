@@ -35,7 +35,7 @@ class Store:
         return self._answer
 
     lease = lease_content = put = used = clear = stats = close = fetch = fetch_content = _call
-    in_background = leading_run = contains_content = prefetch = flush = contains = _call
+    in_background = leading_run = contains_content = flush = contains = _call
 
 
 class PlainStore:

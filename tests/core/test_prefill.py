@@ -14,7 +14,7 @@ import torch
 from kvboost.core.costs import CostModel
 from kvboost.core.guarded import GuardedStore
 from kvboost.core.keys import PromptKeys
-from kvboost.core.non_prefix import NoApprox
+from kvboost.core.non_prefix import NonPrefixReuse
 from kvboost.core.prefill import Prefiller, RequestCancelled, finish_together
 from kvboost.core.spans import ApproxSpans, RepairOutcome
 from kvboost.core.state import PrefillState
@@ -48,7 +48,7 @@ def leased(run: Prefiller) -> int:
     return store.stats().leased
 
 
-class Approx(NoApprox):
+class Approx(NonPrefixReuse):
     """Finds these spans, and repairs by computing everything behind the exact tokens."""
 
     def __init__(self, run: Prefiller, spans: ApproxSpans | None = None, *, error: Exception | None = None) -> None:
@@ -101,7 +101,7 @@ def test_a_measurement_has_a_store_workspaces_and_costs_of_its_own(run: Prefille
     assert state.plan.exact_tokens == 0
     assert other.pool is not run.pool
     assert other.costs is not run.costs
-    assert type(other.approx) is NoApprox
+    assert type(other.approx) is NonPrefixReuse
     assert other.runner is run.runner
 
 
@@ -257,7 +257,7 @@ def test_last_steps_together_are_those_of_each(run: Prefiller) -> None:
 
     joint = Joint()
     with run.open(_TEXT) as one, run.open(_OTHER[:20]) as two:
-        logits = finish_together(joint, [one, two])
+        logits = finish_together(joint.append, [one, two])
         assert joint.tokens == [_TEXT[64:], _OTHER[:20]]
         assert (one.num_exact, two.num_exact) == (100, 20)
         assert "first_token" in one.clock.stages()
@@ -266,7 +266,7 @@ def test_last_steps_together_are_those_of_each(run: Prefiller) -> None:
     with run.open(_OTHER[:20]) as alone:
         assert same_bits(run.finish(alone), logits[1])
     with replace(run, rule=StepRule(16, 16)).open(_TEXT) as early, pytest.raises(ValueError, match="have not run"):
-        finish_together(joint, [early])
+        finish_together(joint.append, [early])
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no memory"), KeyboardInterrupt()])

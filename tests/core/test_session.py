@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 
 from kvboost.core.guarded import GuardedStore
-from kvboost.core.session import KVBudget, Session, fetch, nothing_to_fetch
+from kvboost.core.session import KVBudget, SequenceLimits, Session, fetch, nothing_to_fetch
 from kvboost.errors import CapacityError
 from kvboost.types import NOTHING_LOADED, Fetched, LoadReport
 from tests.core.test_guarded import PlainStore, Store
 
 
 def session(below: Any, *, exact_limit: int | None = None, **prefiller: Any) -> Session:
-    limits: Any = SimpleNamespace(max_positions=None, exact_limit=exact_limit, exact_limit_reason="too long")
-    return Session("tenant", below, SimpleNamespace(**prefiller), limits, KVBudget(lambda tokens: tokens))
+    limits = SequenceLimits(exact_limit=exact_limit, exact_limit_reason="too long")
+    inner: Any = SimpleNamespace(**{"store": GuardedStore(below), **prefiller})
+    return Session("tenant", below, inner, limits, KVBudget(lambda tokens: tokens))
 
 
 def test_a_budget_counts_the_bytes_of_all_sequences() -> None:
@@ -43,17 +44,25 @@ def test_only_a_prompt_above_the_limit_is_refused_reuse() -> None:
 
 
 def test_a_prefetch_asks_the_store_for_the_chunks_to_look_up() -> None:
-    future: Future[int] = Future()
-    store, asked = Store(future), []
+    chunks = [SimpleNamespace(prefix_key=key, start=start, end=start + 5) for key, start in ((b"a", 0), (b"b", 5))]
+
+    class Layered(Store):
+        def in_background(self, work: Any, *, tenant: str) -> Any:
+            self.calls.append((tenant,))
+            future: Future[int] = Future()
+            future.set_result(work())
+            return future
+
+    store, asked = Layered((LoadReport({b"b": "disk"}), 2)), []
 
     def chunk(*arguments: Any) -> Any:
         asked.append(arguments)
-        return SimpleNamespace(lookup="chunks")
+        return SimpleNamespace(lookup=chunks)
 
     own = session(store, exact_limit=3, chunk=chunk, leading=lambda prompt: prompt.lookup)
-    assert own.prefetch([1, 2, 3], [2]) is future
+    assert own.prefetch([1, 2, 3], [2]).result(timeout=0) == 5
     assert asked == [([1, 2, 3], [2])]
-    assert store.calls == [("chunks",)]
+    assert store.calls == [("tenant",), (chunks,)]
     assert own.prefetch([1, 2, 3, 4], []).result(timeout=0) == 0
     assert session(PlainStore()).prefetch([1], []).result(timeout=0) == 0
 

@@ -13,8 +13,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvboost import KVBoost
+from kvboost.cli.flags import read_settings
 from kvboost.cli.settings import SETTINGS
-from kvboost.cli.sources import read_settings
 from kvboost.scheduler.runner import BatchRunner
 from kvboost.serve import ServerConfig
 from kvboost.serve.app import make_app

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from kvboost import ConfigError, KVBoost
-from kvboost.cli.chat import Conversation
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer
 
@@ -31,18 +31,40 @@ def test_the_next_turn_reuses_everything_up_to_the_last_message(engine: KVBoost)
     assert second.cached_tokens == len(first.prompt_token_ids), "the reply and the new question are all that is left"
 
 
+class KeptIds:
+    """A chat by hand: each prompt is the ids of the last one and of its reply, and those of the new text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.text = tokenizer, ""
+        self.ids: list[int] = []
+        self.boundaries: list[int] = []  # before the last token of each turn's prompt, which is always computed
+
+    def ask(self, messages: list[dict[str, str]]) -> list[int]:
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert text.startswith(self.text)
+        self.ids += self.tokenizer(text[len(self.text) :], add_special_tokens=False)["input_ids"]
+        self.text = text
+        self.boundaries.append(len(self.ids) - 1)
+        return list(self.ids)
+
+    def answered(self, ids: Sequence[int]) -> str:
+        self.ids += ids
+        self.text += self.tokenizer.decode(list(ids), skip_special_tokens=False)
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
 @pytest.mark.parametrize("reuse_generated", [False, True])
 def test_a_chat_finds_as_much_as_a_conversation_that_keeps_its_ids(reuse_generated: bool) -> None:
     settings: dict[str, Any] = {"chunk_size": 32, "quality": "exact", "reuse_generated": reuse_generated}
     model = tiny_model("llama", vocab_size=260)
     one, other = (KVBoost(model, byte_tokenizer(), **settings) for _ in range(2))
-    conversation, messages = Conversation(other.tokenizer), []
+    conversation, messages = KeptIds(other.tokenizer), []
     no_text = [0, 1, 2, *range(97, 260)]  # all but printable bytes: replies must be tokenised as they were generated
     options: dict[str, Any] = {"max_new_tokens": 10, "temperature": 0, "suppress_tokens": no_text}
     for question in ("Why?", "And then, after all of that, what else?", "No."):
         messages.append({"role": "user", "content": question})
         chat = one.chat(messages, **options)
-        kept = other.generate(conversation.ask(question), boundaries=conversation.boundaries, **options)
+        kept = other.generate(conversation.ask(messages), boundaries=conversation.boundaries, **options)
         assert chat.prompt_token_ids == kept.prompt_token_ids
         assert chat.cached_tokens >= kept.cached_tokens
         messages.append({"role": "assistant", "content": conversation.answered(kept.token_ids)})

@@ -248,7 +248,6 @@ def test_an_engine_without_tokenizer_takes_ids_only(byte_model: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quality": "high", "recompute_overlap": 8}, "recompute_overlap"),
         ({"quality": "high", "recompute_strategy": "guess"}, "recompute_strategy"),
         ({"quality": "high", "recompute_strategy": 7}, "recompute_strategy"),
         ({"quality": "best"}, "quality"),
@@ -335,7 +334,6 @@ def test_a_path_is_no_model() -> None:
     [
         ({"remote_url": "redis://localhost"}, "redis", "redis"),
         ({"remote_url": "mooncake://localhost:1"}, "mooncake", "mooncake"),
-        ({"object_url": "s3://bucket/folder"}, "obstore", "s3"),
         ({"record_protection": "encrypt"}, "cryptography", "crypto"),
     ],
 )

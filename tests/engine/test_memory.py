@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from kvboost import EngineConfig, KVBoost
 from kvboost.capacity import shortfall
+from kvboost.direct_io import DirectFile
 from kvboost.engine import forecast as engine_memory
 from kvboost.engine.estimate import memory_shortfall
 from kvboost.engine.forecast import Forecast, forecast
@@ -122,6 +124,25 @@ def test_measured_speeds_come_with_the_options(folder: Path, monkeypatch: pytest
     measured = found.machine.rates
     assert min(measured.memory, measured.multiply, measured.disk) > 0
     assert all(min(option.speed.prefill, option.speed.decode) > 0 for option in found.options)
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [10], [5000, 0]])
+def test_files_too_small_to_tell_do_not_set_the_rate_of_the_disk(
+    sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    take = DirectFile.read
+    monkeypatch.setattr(rates, "_SECONDS", 0.001)
+    monkeypatch.setattr(DirectFile, "read", lambda *given: read.append(take(*given)) or read[-1])
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "made"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    (tmp_path / "made").mkdir()
+    files = [tmp_path / str(at) for at in range(len(sizes))]
+    for file, size in zip(files, sizes, strict=True):
+        file.write_bytes(bytes(size))
+    assert rates._disk_rate(files) > 0
+    assert set(read) == {rates._PIECE}
+    assert list((tmp_path / "made").iterdir()) == []
 
 
 def test_a_model_without_reuse_has_no_estimate(engine: KVBoost) -> None:

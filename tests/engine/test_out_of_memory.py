@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvboost import KVBoost
-from kvboost.hf.codec import RawCodec
+from kvboost.hf.codec import KVCodec
 
 _PROMPT = [(7 * i * i + i) % 61 + 3 for i in range(200)]
 
@@ -17,9 +17,9 @@ _PROMPT = [(7 * i * i + i) % 61 + 3 for i in range(200)]
 def test_out_of_memory_while_storing_is_a_refusal(
     tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    right, calls = RawCodec.pack, 0
+    right, calls = KVCodec.pack, 0
 
-    def pack(self: RawCodec, tensors: Sequence[torch.Tensor], *, start: int) -> tuple[torch.Tensor, ...]:
+    def pack(self: KVCodec, tensors: Sequence[torch.Tensor], *, start: int) -> tuple[torch.Tensor, ...]:
         nonlocal calls
         calls += 1
         if calls > 3:
@@ -30,7 +30,7 @@ def test_out_of_memory_while_storing_is_a_refusal(
     with KVBoost(tiny("llama"), quality="exact", chunking="fixed", chunk_size=16) as engine:
         want = engine.generate(_PROMPT, **wanted).token_ids
         engine.clear()
-        monkeypatch.setattr(RawCodec, "pack", pack)
+        monkeypatch.setattr(KVCodec, "pack", pack)
         for _ in range(2):
             assert engine.generate(_PROMPT, **wanted).token_ids == want
         stats = engine.cache_stats()

@@ -1,4 +1,4 @@
-"""Drafts over an engine: the same tokens as without, from cached prompts, streamed weights and piece by piece."""
+"""Drafts of ``generate``: the same tokens as without, from cached prompts, streamed weights and piece by piece."""
 
 from __future__ import annotations
 
@@ -10,21 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from transformers import StoppingCriteria
 
-from kvboost import ConfigError, GenerationMode, KVBoost
+from kvboost import ConfigError, KVBoost
 from kvboost.hf.numerics import choose
 from kvboost.offload.weights.streamer import streamer_of
-from kvboost.scheduler.runner import BatchRunner
-from tests.helpers.models import tiny_model
+from tests.helpers.models import NEWEST, tiny_model
 from tests.helpers.tokenizer import byte_tokenizer
 
 # Text that repeats itself, so that looking it up finds something.
 _PROMPT = [(i * 37) % 11 + 3 for i in range(100)]
 _SETTINGS: dict[str, Any] = {"chunk_size": 16, "chunking": "fixed"}
 _GREEDY: dict[str, Any] = {"max_new_tokens": 30, "temperature": 0, "eos_token_id": None}
+_LOOKUP: dict[str, Any] = {"prompt_lookup_num_tokens": 10}
 
 
 def _eager(model: Any, *, tokens: int = 4) -> Any:
@@ -48,20 +46,18 @@ def _half_right(family: str, **overrides: Any) -> Any:
 def test_greedy_tokens_are_those_of_no_draft_cold_and_warm(
     family: str, tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if family == "gemma3_text" and not NEWEST:
+        pytest.skip("Transformers crops a draft's windows rightly since 5.22")
     monkeypatch.setattr(choose, "_GRID_ON_CPU", 16)  # for mixtral; the prompt is shorter than the real grid
     # For phi3 the draft itself is one with other layers: right sometimes only.
     draft = _eager(tiny_model(family, num_hidden_layers=1)) if family == "phi3" else _half_right(family)
-    if family == "gemma3_text" and Version(transformers.__version__) < Version("5.22"):
-        with pytest.raises(ConfigError, match="attends in windows"):
-            KVBoost(tiny(family), draft=draft, **_SETTINGS)
-        return
     with KVBoost(tiny(family), **_SETTINGS) as plain:
         wanted = plain.generate(_PROMPT, **_GREEDY).token_ids
     accepted = []
-    for given in (draft, "prompt-lookup"):
-        with KVBoost(tiny(family), draft=given, **_SETTINGS) as engine:
+    for given in ({"assistant_model": draft}, _LOOKUP):
+        with KVBoost(tiny(family), **_SETTINGS) as engine:
             for again in (False, True):
-                result = engine.generate(_PROMPT, **_GREEDY)
+                result = engine.generate(_PROMPT, **given, **_GREEDY)
                 assert (result.reuse.exact_tokens > 90) is again
                 assert result.reuse.bitwise
                 assert result.token_ids == wanted
@@ -79,8 +75,8 @@ def test_kept_rows_are_those_of_no_draft_and_rejected_ones_are_not_kept(tiny: Ca
     """With reuse_generated the answer's chunks are kept as well, and never as bitwise."""
     kept: list[dict[bytes, Any]] = []
     for draft in (None, _eager(tiny_model("llama", seed=1))):
-        with KVBoost(tiny("llama"), draft=draft, reuse_generated=True, **_SETTINGS) as engine:
-            result = engine.generate(_PROMPT, **_GREEDY)
+        with KVBoost(tiny("llama"), reuse_generated=True, **_SETTINGS) as engine:
+            result = engine.generate(_PROMPT, assistant_model=draft, **_GREEDY)
             whole = [*_PROMPT, *result.token_ids]
             assert engine.parts is not None
             chunks = engine.session.prefiller.chunk(whole[:-1], ()).chunks
@@ -102,8 +98,8 @@ def test_kept_rows_are_those_of_no_draft_and_rejected_ones_are_not_kept(tiny: Ca
 def test_what_a_draft_learnt_in_one_request_does_not_change_the_next(tiny: Callable[..., Any]) -> None:
     draft = _half_right("llama")
     draft.generation_config.num_assistant_tokens_schedule = "heuristic"  # Transformers would keep it on the draft
-    with KVBoost(tiny("llama"), draft=draft, **_SETTINGS) as engine:
-        first, second = (engine.generate(_PROMPT, **_GREEDY).speculation for _ in range(2))
+    with KVBoost(tiny("llama"), **_SETTINGS) as engine:
+        first, second = (engine.generate(_PROMPT, assistant_model=draft, **_GREEDY).speculation for _ in range(2))
     assert first == second
     assert draft.generation_config.num_assistant_tokens == 4
 
@@ -114,24 +110,23 @@ def test_one_pass_over_streamed_weights_verifies_several_tokens(tmp_path: Path) 
     byte_tokenizer().save_pretrained(tmp_path)
     with KVBoost.from_pretrained(str(tmp_path), **_SETTINGS) as resident:
         wanted = resident.generate(_PROMPT, **_GREEDY).token_ids
-    for draft in ("prompt-lookup", str(tmp_path)):
-        with KVBoost.from_pretrained(str(tmp_path), weight_budget="500kB", draft=draft, **_SETTINGS) as engine:
+    for given in (_LOOKUP, {"assistant_model": tiny_model("llama", **shape)}):
+        with KVBoost.from_pretrained(str(tmp_path), weight_budget="500kB", **_SETTINGS) as engine:
             streamer = streamer_of(engine.model)
             assert streamer is not None
             engine.warm(_PROMPT)
             passes: list[int] = []
             engine.model.register_forward_hook(lambda *_, passes=passes: passes.append(1))
-            result = engine.generate(_PROMPT, **_GREEDY)
+            result = engine.generate(_PROMPT, **given, **_GREEDY)
             assert result.token_ids == wanted
             assert result.speculation is not None
             assert len(passes) == result.speculation.passes < len(wanted)
-            assert engine.describe()["draft"] == draft
 
 
 def test_streams_token_by_token(tiny: Callable[..., Any]) -> None:
-    with KVBoost(tiny("llama", vocab_size=260), byte_tokenizer(), draft="prompt-lookup", **_SETTINGS) as engine:
-        whole = engine.generate("abc" * 30, **_GREEDY)
-        pieces = list(engine.stream("abc" * 30, **_GREEDY))
+    with KVBoost(tiny("llama", vocab_size=260), byte_tokenizer(), **_SETTINGS) as engine:
+        whole = engine.generate("abc" * 30, **_LOOKUP, **_GREEDY)
+        pieces = list(engine.stream("abc" * 30, **_LOOKUP, **_GREEDY))
     assert whole.speculation is not None
     assert whole.speculation.accepted > 0
     assert [token for piece in pieces for token in piece.token_ids] == list(whole.token_ids)
@@ -156,10 +151,8 @@ def test_an_answer_ends_where_it_would_without_a_draft(tiny: Callable[..., Any])
     """Within the tokens of one pass: at a criterion, a stop string, the end token, the last token asked for."""
     model, tokenizer = tiny("llama", vocab_size=260), byte_tokenizer()
     text = "abc" * 30
-    with (
-        KVBoost(model, tokenizer, **_SETTINGS) as plain,
-        KVBoost(model, tokenizer, draft=_eager(tiny_model("llama", vocab_size=260), tokens=9), **_SETTINGS) as engine,
-    ):
+    draft = _eager(tiny_model("llama", vocab_size=260), tokens=9)
+    with KVBoost(model, tokenizer, **_SETTINGS) as plain, KVBoost(model, tokenizer, **_SETTINGS) as engine:
         free = plain.generate(text, **_GREEDY)
         late = free.token_ids[4]  # in the middle of the first pass: the draft is the model itself
         stops = _StopBehind(len(text) + 5)
@@ -171,7 +164,8 @@ def test_an_answer_ends_where_it_would_without_a_draft(tiny: Callable[..., Any])
         ]
         for case in cases:
             arguments = {**_GREEDY, **case, "return_dict_in_generate": True, "output_scores": True}
-            one, other = plain.generate(text, **arguments), engine.generate(text, **arguments)
+            one = plain.generate(text, **arguments)
+            other = engine.generate(text, assistant_model=draft, **arguments)
             assert one.token_ids == other.token_ids, case
             assert one.finish_reason == other.finish_reason
             assert other.raw.sequences.shape == one.raw.sequences.shape
@@ -184,30 +178,16 @@ def test_an_answer_ends_where_it_would_without_a_draft(tiny: Callable[..., Any])
 def test_a_prompt_near_the_last_position_is_answered_to_the_end(tiny: Callable[..., Any]) -> None:
     """What is proposed behind the last position would have no row in a table of learned positions."""
     prompt = (_PROMPT * 6)[:505]
-    with KVBoost(tiny("gpt2"), draft="prompt-lookup", **_SETTINGS) as engine:
-        assert len(engine.generate(prompt, **_GREEDY).token_ids) == 7
-    short = tiny_model("gpt2", max_position_embeddings=128)
-    with KVBoost(tiny("gpt2"), draft=short, **_SETTINGS) as engine:
-        assert engine.generate(prompt, **_GREEDY).speculation is None
-        assert engine.generate(_PROMPT[:90], **_GREEDY).speculation is not None
+    with KVBoost(tiny("gpt2"), **_SETTINGS) as engine:
+        assert len(engine.generate(prompt, **_LOOKUP, **_GREEDY).token_ids) == 7
 
 
-def test_requests_that_go_without_the_draft(tiny: Callable[..., Any]) -> None:
-    with KVBoost(tiny("llama"), draft="prompt-lookup", **_SETTINGS) as engine:
-        for arguments in (
-            {"num_beams": 2},
-            {"num_beams": 2, "prompt_lookup_num_tokens": 3},
-            {"assistant_model": None},
-            {"mode": GenerationMode.BASELINE},
-            {"output_hidden_states": True, "return_dict_in_generate": True},
-        ):
-            assert engine.generate(_PROMPT, **_GREEDY, **arguments).speculation is None
-        batch = engine.generate_batch([_PROMPT, _PROMPT[:50]], **_GREEDY)
-        assert [result.speculation for result in batch] == [None, None]
+def test_requests_that_go_without_their_draft(tiny: Callable[..., Any]) -> None:
+    with KVBoost(tiny("llama"), **_SETTINGS) as engine:
+        for arguments in ({"num_beams": 2}, {"output_hidden_states": True, "return_dict_in_generate": True}):
+            assert engine.generate(_PROMPT, **arguments, **_LOOKUP, **_GREEDY).speculation is None
         with pytest.raises(ConfigError, match="one prompt at a time"):
             engine.generate_batch([_PROMPT, _PROMPT[:50]], prompt_lookup_num_tokens=3)
-        with pytest.warns(RuntimeWarning, match="without the engine's draft"):
-            BatchRunner(engine).close()
 
 
 def test_a_draft_for_one_request(tiny: Callable[..., Any]) -> None:
@@ -233,30 +213,6 @@ def test_a_draft_that_the_models_own_generation_config_asks_for(tiny: Callable[.
             engine.generate_batch([_PROMPT, _PROMPT[:50]], **_GREEDY)
         batch = engine.generate_batch([_PROMPT, _PROMPT[:50]], prompt_lookup_num_tokens=None, **_GREEDY)
         assert batch[0].token_ids == wanted
-    draft = _half_right("llama")
-    with KVBoost(model, draft=draft, **_SETTINGS) as engine:  # which gives way to the engine's
-        passes: list[Any] = []
-        draft.register_forward_hook(lambda *_: passes.append(_))
-        assert engine.generate(_PROMPT, **_GREEDY).token_ids == wanted
-        assert passes
-
-
-def test_drafts_that_cannot_work_are_refused(tiny: Callable[..., Any], tmp_path: Path) -> None:
-    model = tiny("llama")
-    with pytest.raises(ConfigError, match=r"vocabulary of 260 tokens, the model one of 97.*prompt-lookup"):
-        KVBoost(model, draft=tiny("llama", vocab_size=260), **_SETTINGS)
-    with pytest.raises(ConfigError, match="is no model"):
-        KVBoost(model, draft=7, **_SETTINGS)
-    with pytest.raises(ConfigError, match="no model folder"):
-        KVBoost(model, draft="/nowhere", **_SETTINGS)
-    with pytest.raises(ConfigError, match="training mode"):
-        KVBoost(model, draft=tiny_model("llama", seed=3).train(), **_SETTINGS)
-    tiny_model("llama", vocab_size=260).save_pretrained(tmp_path)
-    tokenizer = byte_tokenizer()
-    tokenizer.add_tokens(["<another>"])
-    tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="another vocabulary"):
-        KVBoost(tiny("llama", vocab_size=260), byte_tokenizer(), draft=str(tmp_path), **_SETTINGS)
 
 
 _RUNS, _WORDS = 500, 4
@@ -267,24 +223,18 @@ def test_samples_have_the_models_distribution(way: str, monkeypatch: pytest.Monk
     """The first two tokens of many samples against their probabilities by the model alone: chi-squared, fixed seed."""
     model = tiny_model("llama", vocab_size=_WORDS, eos_token_id=None, bos_token_id=None, pad_token_id=0)
     prompt = [1, 2, 3, 0] * 3
-    draft: Any = (
-        "prompt-lookup"
-        if way == "prompt-lookup"
-        else _eager(
-            tiny_model("llama", seed=8, vocab_size=_WORDS, eos_token_id=None, bos_token_id=None, pad_token_id=0),
-            tokens=2,
-        )
-    )
+    draft = tiny_model("llama", seed=8, vocab_size=_WORDS, eos_token_id=None, bos_token_id=None, pad_token_id=0)
+    given = _LOOKUP if way == "prompt-lookup" else {"assistant_model": _eager(draft, tokens=2)}
     if "bug" in way:  # the draft's tokens as they come
         monkeypatch.setattr(torch, "rand_like", lambda x: torch.zeros_like(x))
     expected = _pair_probabilities(model, prompt)
     assert min(expected.values()) * _RUNS > 1.0
     seen: Counter[tuple[int, ...]] = Counter()
     proposed = accepted = 0
-    with torch.random.fork_rng(), KVBoost(model, draft=draft, chunk_size=4, chunking="fixed") as engine:
+    with torch.random.fork_rng(), KVBoost(model, chunk_size=4, chunking="fixed") as engine:
         torch.manual_seed(11)
         for _ in range(_RUNS):
-            result = engine.generate(prompt, max_new_tokens=3, temperature=1.0, top_k=0)
+            result = engine.generate(prompt, max_new_tokens=3, temperature=1.0, top_k=0, **given)
             seen[result.token_ids[:2]] += 1
             assert result.speculation is not None
             proposed, accepted = proposed + result.speculation.proposed, accepted + result.speculation.accepted

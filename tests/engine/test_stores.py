@@ -9,7 +9,7 @@ import torch
 
 from kvboost.engine.stores import _copy_to, _fits_codec
 from kvboost.hf.cache import KVLayout, TensorSpec
-from kvboost.hf.codec import RawCodec
+from kvboost.hf.codec import KVCodec
 from kvboost.streams import BlockingStreams
 from kvboost.types import TOKEN_BYTES
 from tests.contracts.blocks import block_of
@@ -20,7 +20,7 @@ _META = torch.device("meta")
 _LAYOUT = KVLayout((TensorSpec(2, 64, torch.bfloat16, _META),) * 4)
 
 
-class _OnDevice(RawCodec):
+class _OnDevice(KVCodec):
     """Packs what lies on the device only, as a matrix there makes a codec do."""
 
     def pack(self, tensors: Sequence[torch.Tensor], *, start: int) -> tuple[torch.Tensor, ...]:

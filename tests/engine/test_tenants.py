@@ -23,43 +23,27 @@ from kvboost.errors import StoreError
 from kvboost.store import MemoryStore
 from kvboost.store.record.format import inspect
 from kvboost.store.record.header import MAGIC
-from kvboost.store.tiers.buckets import open_objects
 from kvboost.types import context_mark
 from tests.approx.test_find import HEAD, ONE, QUESTION, THREE, TWO, engine_for, read, text, warm
 from tests.engine.test_tiers import _same_bits, patient
 from tests.store.record.test_protection import KEY, key_file
-from tests.store.tiers.test_s3 import folder  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.usefixtures("prices_as_guessed")
 
 Tiny = Callable[..., Any]
 Tier = dict[str, Any]
 _LONG = text(11, 400)
-_TIERS = ["memory", "disk", "redis", "objects"]
+_TIERS = ["memory", "disk", "redis"]
 
 
 @pytest.fixture(params=_TIERS)
-def tier(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tier:
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Tier:
     """The settings of an engine with this tier."""
     if request.param == "memory":
         return {}
     if request.param == "disk":
         return {"disk_cache_dir": tmp_path / "cache"}
-    if request.param == "redis":
-        return patient(request.getfixturevalue("redis_at").url)
-    return object_settings(request, monkeypatch)
-
-
-def object_settings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Tier:
-    for name, value in {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{request.getfixturevalue('s3')}",
-        "AWS_ALLOW_HTTP": "true",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    return {"object_url": f"s3://bucket/{request.getfixturevalue('folder')}"}
+    return patient(request.getfixturevalue("redis_at").url)
 
 
 def found(engine: KVBoost, prompt: list[int]) -> int:
@@ -153,19 +137,6 @@ def test_a_flood_of_one_tenant_leaves_the_others_their_cache(tiny: Tiny) -> None
         assert stats.bytes > 300_000, "what the others leave free is for whoever needs it"
 
 
-def test_the_object_store_has_the_quota_too(
-    tiny: Tiny, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = object_settings(request, monkeypatch)
-    with engine_for(tiny("llama"), tenant_bytes="100kB", **settings) as engine:
-        view = engine.for_tenant("loud")
-        for seed in range(6):
-            view.prefill(text(100 + seed, 400))
-        engine.flush()
-        (below,) = view._store.stats("loud").below
-        assert 50_000 < below.bytes <= 100_000
-
-
 @pytest.mark.parametrize("protection", ["mac", "encrypt"])
 def test_protected_records_need_the_key(protection: str, tiny: Tiny, tmp_path: Path) -> None:
     settings = {"disk_cache_dir": tmp_path / "cache", "record_protection": protection}
@@ -210,19 +181,25 @@ def _found_in(seen: Iterable[bytes], names: set[bytes]) -> int:
 
 
 def _readable(settings: Tier) -> list[bytes]:
-    """Every name and every byte that lies in a directory or under an URL."""
+    """Every name and every byte that lies in a directory or on a server."""
     if "disk_cache_dir" in settings:
         folder: Path = settings["disk_cache_dir"]
         files = [path for path in folder.rglob("*") if path.is_file()]
         return [str(path.relative_to(folder)).replace("/", "").encode() for path in files] + [
             path.read_bytes() for path in files
         ]
-    objects, _ = open_objects(settings["object_url"], timeout_s=30.0)
-    paths = [entry["path"] for page in objects.list() for entry in page]
-    return [path.encode() for path in paths] + [bytes(objects.get(path).bytes()) for path in paths]
+    import redis
+
+    with redis.Redis.from_url(settings["remote_url"]) as client:
+        names: list[bytes] = client.keys()
+        kinds = {name: client.type(name) for name in names}
+        records = [client.get(name) for name in names if kinds[name] == b"string"]
+        members = [client.zrange(name, 0, -1) for name in names if kinds[name] == b"zset"]
+    assert set(kinds.values()) <= {b"string", b"zset"}
+    return [*names, *records, *(member for each in members for member in each)]
 
 
-@pytest.mark.parametrize("tier", ["disk", "objects"], indirect=True)
+@pytest.mark.parametrize("tier", ["disk", "redis"], indirect=True)
 @pytest.mark.parametrize("protection", ["none", "mac", "encrypt"])
 def test_no_guess_of_a_text_can_be_confirmed_without_the_key(
     protection: str, tier: Tier, tiny: Tiny, tmp_path: Path
@@ -261,7 +238,7 @@ def test_there_is_one_view_for_each_tenant_until_it_is_closed(tiny: Tiny) -> Non
     one.close()
     with pytest.raises(ConfigError, match="was closed"):
         one.prefill(_LONG)
-    assert engine._store.memory_bytes == 0, "a closed view keeps memory"  # type: ignore[attr-defined]
+    assert engine._store.stats().bytes == 0, "a closed view keeps memory"  # type: ignore[attr-defined]
     assert engine.prefill(_LONG).reuse.cached_tokens == 0
     assert engine.prefill(_LONG).reuse.cached_tokens > 0, "closing a view hurt the engine"
     new = engine.for_tenant("one")
@@ -289,7 +266,7 @@ def test_the_memory_of_all_tenants_is_one_budget(tiny: Tiny) -> None:
     with engine_for(tiny("llama"), cache_bytes="300kB") as engine:
         for number in range(12):
             engine.for_tenant(f"tenant {number % 4}").prefill(text(number, 300))
-            assert engine._store.memory_bytes <= 300_000  # type: ignore[attr-defined]
+            assert engine._store.stats().bytes <= 300_000  # type: ignore[attr-defined]
         assert engine.for_tenant("tenant 3").cache_stats()["hot_chunks"] > 0
 
 

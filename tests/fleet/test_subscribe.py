@@ -17,10 +17,10 @@ pytest.importorskip("zmq", reason="needs kvboost[fleet]")
 
 import zmq
 
+from examples.fleet.subscriber import EventSubscriber
 from kvboost.errors import ConfigError
 from kvboost.fleet.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEvent, encode_batch
 from kvboost.fleet.publish import EventPublisher, binds
-from kvboost.fleet.subscribe import EventSubscriber
 
 ANY = "tcp://127.0.0.1:0"
 _SECONDS = 30.0

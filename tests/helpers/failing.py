@@ -22,6 +22,7 @@ import torch
 from benchmarks.common.faults import Fault, FaultyProxy
 from kvboost import KVBoost
 from kvboost.core.verify import same_bits
+from kvboost.direct_io import DirectFile
 from kvboost.store.tiers.disk.files import Files
 from tests.helpers.models import VOCAB
 
@@ -50,9 +51,9 @@ class Failing(Files):
         self._count("write")
         return super()._writev(descriptor, parts)
 
-    def _preadv(self, descriptor: int, buffer: memoryview, offset: int) -> int:
+    def _read(self, file: DirectFile, buffer: memoryview) -> int:
         self._count("read")
-        return super()._preadv(descriptor, buffer, offset)
+        return super()._read(file, buffer)
 
     def _rename(self, source: Path, target: Path) -> None:
         self._count("rename")

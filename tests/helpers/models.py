@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 VOCAB = 97
@@ -59,6 +61,25 @@ _DELTA = {
 }
 _LAYERS_OF_TWO_KINDS = ["linear_attention", "full_attention"]
 
+# Models of sparse attention, which keep a key per token by which they choose what they attend to.
+_SPARSE = {
+    **_MOE,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 24,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+SPARSE: dict[str, dict[str, Any]] = {"deepseek_v32": _SPARSE, "glm_moe_dsa": _SPARSE}
+
 # Models with recurrent layers.
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {
@@ -89,6 +110,18 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "mamba_n_groups": 1,
         "mamba_chunk_size": 16,
     },
+    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 16},  # no layer attends
+    "qwen4_exp_text": {  # sparse attention, and three kinds of convolutions
+        **_DELTA,
+        **_MOE,
+        "shared_expert_intermediate_size": 24,
+        "layer_types": ["linear_attention", "indexed_attention"],
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 512,
+        "indexer_compress_ratio": 4,
+    },
     "granitemoehybrid": {
         "layer_types": ["mamba", "attention"],
         "mamba_n_heads": 8,
@@ -100,13 +133,19 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 24,
     },
 }
+# Families whose caches, or configurations, older versions of Transformers have in another form.
+NEWEST = Version(transformers.__version__) >= Version("5.23")
+if not NEWEST:
+    del HYBRIDS["mamba2"], HYBRIDS["qwen4_exp_text"]
 
 
 def tiny_model(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> Any:
     """A random model of ``family``, small enough for thousands of requests."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        config = AutoConfig.for_model(family, **{**_COMMON, **{**FAMILIES, **HYBRIDS}.get(family, {}), **overrides})
+        config = AutoConfig.for_model(
+            family, **{**_COMMON, **{**FAMILIES, **HYBRIDS, **SPARSE}.get(family, {}), **overrides}
+        )
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         # Freshly initialised logits hardly depend on the prompt; larger weights make a wrong row visible.
         for name, parameter in model.named_parameters():

@@ -14,4 +14,4 @@ def pack_all(monkeypatch: pytest.MonkeyPatch, *, anew: bool = True) -> None:
     if anew:  # a kept measurement may say that none is
         monkeypatch.setattr(KeptMeasurement, "read", lambda _: None)
         monkeypatch.setattr(KeptMeasurement, "write", lambda *_: None)
-    monkeypatch.setattr(tiles, "_choose", lambda *_, packable, wanted: (RowSizes(1, 32, (), 24), packable))
+    monkeypatch.setattr(tiles, "_choose", lambda *_, packable, wanted, limit: (RowSizes(1, 32, (), 24), packable))

@@ -11,12 +11,11 @@ from kvboost.store import DiskTier, RedisTier
 from kvboost.store.admin import open_catalogue
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.disk.files import Layout
-from kvboost.store.tiers.s3 import ObjectTier
 from kvboost.types import KVBlock, Namespace, PutOutcome, tenant_digest
 from tests.contracts.blocks import block_of, namespace
 from tests.contracts.content import prompt
 
-KINDS = ("disk", "redis", "s3")
+KINDS = ("disk", "redis")
 
 
 def of(model: str, tenant: str = "") -> Namespace:
@@ -50,9 +49,7 @@ class Place:
     def tier(self, records: RecordFormat) -> Any:
         if self.kind == "disk":
             return DiskTier(self.url, capacity_bytes=2**30, records=records)
-        if self.kind == "redis":
-            return RedisTier(self.url, records=records, timeout_s=30.0)
-        return ObjectTier(self.url, records=records, timeout_s=30.0)
+        return RedisTier(self.url, records=records, timeout_s=30.0)
 
     def fill(self, records: RecordFormat, blocks: Sequence[KVBlock]) -> None:
         tier = self.tier(records)
@@ -72,15 +69,11 @@ class Place:
             path = Layout(Path(self.url)).record(records.space, key)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(raw)
-        elif self.kind == "redis":
+        else:
             import redis
 
             with redis.Redis.from_url(self.url) as client:
                 client.set(f"kvboost:2:{tenant}:{space}:{key.hex()}", raw)
-        else:
-            from obstore.store import from_url
-
-            from_url(self.url).put(f"{tenant}/{space}/records/{key.hex()}.kv", raw)  # type: ignore[attr-defined]
 
     def _raw(self, records: RecordFormat, key: bytes) -> bytes:
         catalogue = open_catalogue(self.url)

@@ -193,7 +193,7 @@ def _looks(store: TieredStore, directory: Path) -> list[Callable[[Seen], None]]:
     memory: MemoryStore = store._memory
 
     def at_memory(seen: Seen) -> None:
-        seen.look("memory", memory.memory_bytes)
+        seen.look("memory", memory.stats().bytes)
         seen.look("waiting to be written", store._writer.waiting_bytes())
 
     def at_disk(seen: Seen) -> None:
@@ -209,8 +209,8 @@ def _settle(store: TieredStore, directory: Path, seen: Seen) -> None:
     """Afterwards: no lease is out, and every ledger says what is there."""
     memory = store._memory
     held = sum(entry.block.nbytes for entry in memory._entries.values())
-    if memory.memory_bytes != held:
-        seen.wrong.append(f"the memory's ledger says {memory.memory_bytes:,} of {held:,} bytes")
+    if memory.stats().bytes != held:
+        seen.wrong.append(f"the memory's ledger says {memory.stats().bytes:,} of {held:,} bytes")
     if any(entry.leases for entry in memory._entries.values()):
         seen.wrong.append("a lease leaked: its block cannot go")
     for tenant in _TENANTS:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost.hf.cache import KVLayout, SlabCache, model_is_recurrent
+from kvboost.hf.cache import KVLayout, SlabCache, why_no_draft
+from kvboost.hf.layers import cache_name
 from kvboost.hf.probe import probe_model
-from tests.helpers.models import FAMILIES, HYBRIDS
+from tests.helpers.models import FAMILIES, HYBRIDS, NEWEST, SPARSE
 
 Tiny = Callable[..., Any]
 _IDS = torch.randint(3, 90, (1, 40), generator=torch.Generator().manual_seed(5))
@@ -18,7 +19,8 @@ _IDS = torch.randint(3, 90, (1, 40), generator=torch.Generator().manual_seed(5))
 
 @torch.no_grad()
 def _step(model: Any, cache: SlabCache, start: int, end: int) -> torch.Tensor:
-    logits: torch.Tensor = model(input_ids=_IDS[:, start:end], past_key_values=cache, use_cache=True).logits[:, -1]
+    given = {cache_name(model): cache}
+    logits: torch.Tensor = model(input_ids=_IDS[:, start:end], **given, use_cache=True).logits[:, -1]
     return logits
 
 
@@ -52,7 +54,7 @@ def test_a_cache_that_begins_a_text_has_forgotten_the_one_before(family: str, ti
     assert torch.equal(_step(model, cache, 0, 30), _step(model, SlabCache(layout, capacity=64), 0, 30))
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "nemotron_h"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "nemotron_h", *(["mamba2"] if NEWEST else [])])
 def test_every_sequence_has_its_states_when_they_are_repeated_or_selected(family: str, tiny: Tiny) -> None:
     model = tiny(family)
     cache = _filled(model, probe_model(model).layout)
@@ -77,8 +79,8 @@ def test_a_state_takes_no_tokens_back(tiny: Tiny) -> None:
 
 
 def test_only_models_with_recurrent_layers_are_recurrent(tiny: Tiny) -> None:
-    assert all(model_is_recurrent(tiny(family)) for family in HYBRIDS)
-    assert not any(model_is_recurrent(tiny(family)) for family in FAMILIES)
+    assert all(why_no_draft(tiny(family)) for family in (*HYBRIDS, *SPARSE))
+    assert not any(why_no_draft(tiny(family)) for family in FAMILIES)
 
 
 def test_what_a_layer_without_states_keeps_is_nothing(tiny: Tiny) -> None:

@@ -266,6 +266,6 @@ def test_the_oldest_files_of_a_kind_go(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "_MOST", 3)
     for number in range(6):
         path = tmp_path / f"{number}.json"
-        module.write_whole(path, str(number))
+        module.keep(path, number)
         os.utime(path, (number, number))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["3.json", "4.json", "5.json"]

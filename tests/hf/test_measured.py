@@ -116,15 +116,16 @@ def _kept() -> list[Path]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_a_second_start_runs_nothing_and_has_the_same_key_and_bits(
-    dtype: torch.dtype, packed: bool, tested: list[str], monkeypatch: pytest.MonkeyPatch
+    family: str, dtype: torch.dtype, packed: bool, tested: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if packed:
         pack_all(monkeypatch, anew=False)
     products: list[Any] = []
     right = torch.nn.functional.linear
     monkeypatch.setattr(torch.nn.functional, "linear", lambda *given: products.append(1) or right(*given))
-    first, second = (tiny_model("llama", dtype=dtype, **_WIDE).eval() for _ in range(2))
+    first, second = (tiny_model(family, dtype=dtype, **_WIDE).eval() for _ in range(2))
     made = _measure(first)
     assert {"_check_forward", "key_granule", "_check"} <= set(tested)
     assert products
@@ -140,6 +141,8 @@ def test_a_second_start_runs_nothing_and_has_the_same_key_and_bits(
     assert known is not None
     assert (known.choices, known.packed_bytes) == (ours.choices, ours.packed_bytes)
     assert (ours.packed_bytes > 0) == packed
+    experts = {pack for name, (_, pack) in known.choices.items() if name.startswith("own:")}
+    assert experts == ({packed and dtype == torch.float32} if family == "qwen3_moe" else set())
     assert _bits(kept, second) == _bits(made, first)
 
 

@@ -16,7 +16,10 @@ _PROMPT = list(range(3, 60))
 @pytest.mark.parametrize(
     ("family", "overrides", "reason"),
     [
-        ("mamba", {}, "no layer of mamba has keys and values"),
+        ("mamba", {}, "each begins its recurrent sums at zero"),
+        # In half precision rounding could explain the loss of so short a text's state.
+        ("mamba", {"dtype": torch.bfloat16}, "each begins its recurrent sums at zero"),
+        ("falcon_mamba", {"dtype": torch.bfloat16}, "each begins its recurrent sums at zero"),
         ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4}, "prefilled in two steps"),
         (
             "recurrent_gemma",
@@ -38,7 +41,7 @@ def test_a_refused_model_still_runs_when_not_strict(tiny: Callable[..., Any]) ->
         engine = KVBoost(model, None, strict=False)
     result = engine.generate(_PROMPT, max_new_tokens=3, temperature=0)
     assert result.reuse.reason is not None
-    assert "has keys and values" in result.reuse.reason
+    assert "begins its recurrent sums at zero" in result.reuse.reason
     assert result.cached_tokens == 0
     assert engine.warm(_PROMPT) == 0
     assert not engine.verify_correctness()

@@ -24,7 +24,7 @@ from tests.helpers.models import tiny_model
 _TEXT = torch.randint(3, 97, (300,), generator=torch.Generator().manual_seed(7)).tolist()
 _STORED, _OTHER = _TEXT[:64], _TEXT[200:205]
 _DECODING = "kvboost-batch"
-_ASKED = ("contains", "variants", "leading_run", "load")
+_ASKED = ("contains", "variants", "load")
 
 
 def _job(tokens: Sequence[int], new: int, **fields: Any) -> Job:

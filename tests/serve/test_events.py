@@ -15,9 +15,9 @@ pytest.importorskip("msgspec", reason="needs kvboost[fleet]")
 pytest.importorskip("zmq", reason="needs kvboost[fleet]")
 
 from benchmarks.common.servers import free_port
+from examples.fleet.subscriber import EventSubscriber
 from kvboost import ConfigError, KVBoost
 from kvboost.fleet.events import StoreEvents
-from kvboost.fleet.subscribe import EventSubscriber
 from kvboost.scheduler.runner import BatchRunner
 from kvboost.serve import ServerConfig, serve
 from kvboost.serve.run import check_port

@@ -115,7 +115,7 @@ def check_prefetched(streams: SimulatedStreams) -> None:
     host.store(block_of(chunk, _SIZE))
     store = TieredStore(MemoryStore(2 * _SIZE), [host], streams=streams)
     streams.copy([], after=_Busy())
-    store.prefetch([chunk]).result()
+    store.fetch([chunk])
     with store.lease([chunk]) as lease:
         _expect(streams, lease.blocks[0], chunk)
     store.close()

@@ -3,7 +3,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -450,11 +450,16 @@ def test_a_reader_that_fails_is_not_left_waiting_for() -> None:
     store.close()
 
 
+def _prefetched(store: TieredStore, chunks: Sequence[Chunk]) -> Future[int] | None:
+    return store.in_background(lambda: store.fetch(chunks)[1])
+
+
 def test_a_second_lookup_waits_for_the_first_and_loads_nothing_twice() -> None:
     chunks = prompt("a", "b", "c", "d")
     slow = SlowTier(chunks)
     store = _store(slow)
-    prefetched = store.prefetch(chunks)
+    prefetched = _prefetched(store, chunks)
+    assert prefetched is not None
     while "load" not in slow.asked:
         time.sleep(0.001)
     with ThreadPoolExecutor(2) as pool:
@@ -468,7 +473,7 @@ def test_a_second_lookup_waits_for_the_first_and_loads_nothing_twice() -> None:
         for _ in range(2):
             slow.turns.release()
         assert len(whole.result(timeout=30)) == 4
-    assert prefetched.result(timeout=30) == sum(chunk.end - chunk.start for chunk in chunks)
+    assert prefetched.result(timeout=30) == 4
     assert (slow.loaded, slow.asked.count("load")) == (4, 1)
     store.close()
 
@@ -477,11 +482,12 @@ def test_prefetching_brings_up_without_counting_holding_or_waiting() -> None:
     chunks = prompt("a", "b", "c")
     slow = SlowTier(chunks[:2])
     store = _store(slow)
-    future = store.prefetch(chunks)
+    future = _prefetched(store, chunks)
+    assert future is not None
     assert not future.done()
     for _ in range(2):
         slow.turns.release()
-    assert future.result(timeout=30) == chunks[1].end
+    assert future.result(timeout=30) == 2
     stats = store.stats()
     assert (stats.chunks, stats.leased, stats.hits, stats.misses) == (2, 0, 0, 0)
     with store.lease(chunks) as lease:
@@ -494,17 +500,17 @@ def test_prefetches_that_wait_are_bounded_can_be_taken_back_and_end_with_the_sto
     chunks = prompt("a")
     slow = SlowTier(chunks)
     store = _store(slow)
-    running = store.prefetch(chunks)
-    waiting = [store.prefetch(prompt(f"w{number}")) for number in range(80)]
-    refused = [future for future in waiting if future.done()]
-    assert len(refused) == 80 - 63
-    assert {future.result() for future in refused} == {0}
+    running = _prefetched(store, chunks)
+    waiting = [_prefetched(store, prompt(f"w{number}")) for number in range(80)]
+    assert waiting.count(None) == 80 - 63
+    assert running is not None
+    assert waiting[0] is not None
     assert waiting[0].cancel()
-    assert not store.prefetch(chunks).done()  # there is room again
+    assert _prefetched(store, chunks) is not None  # there is room again
     slow.turns.release()
-    assert running.result(timeout=30) == chunks[0].end
+    assert running.result(timeout=30) == 1
     store.close()
-    assert all(future.done() for future in waiting)
+    assert all(future is None or future.done() for future in waiting)
 
 
 def test_what_is_evicted_goes_down_leaf_first_and_comes_up_root_first() -> None:
@@ -641,7 +647,7 @@ def test_a_machine_without_a_thread_to_spare_loses_writes_and_nothing_hangs(monk
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
         _fill(store, chunks[:1])
-        assert store.prefetch(chunks).result(0) == 0
+        assert _prefetched(store, chunks) is None
     assert store.stats().writes_dropped == 1
     _fill(store, chunks[1:])
     assert _in_time(store.flush)

@@ -26,6 +26,14 @@ def test_what_is_missing_is_named() -> None:
     assert package.sdist_faults([*_SDIST, "dist/kvboost.whl"]) == ["dist/kvboost.whl is junk"]
 
 
+def test_a_package_that_grew_too_large_is_told_where() -> None:
+    lines = {"serve/app.py": 30_000, "cli/main.py": 10_000, "cli/serve.py": 5_000}
+    assert package.size_faults(lines) == []
+    (fault,) = package.size_faults(lines | {"types.py": 1})
+    assert "45,001 lines" in fault
+    assert "serve 30,000, cli 15,000" in fault
+
+
 def test_another_tag_builds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert package.main(["--tag", "v0.0.1"]) == 1
     assert "v0.0.1" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What the yardstick measures, by name: the engine's strategies and levels, and candidates that are not in the engine.
+"""What the yardstick measures, by name: strategies, the engine's levels, and candidates that are not in the engine.
 
 Invariant: a label names the same computation in every run, as files of samples are continued by it.
 """
@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import torch
 
 from benchmarks.common.measure import share
-from benchmarks.internals import STRATEGIES, Even, Nothing, Repair, level_repair, repair_with
+from benchmarks.common.strategies import STRATEGIES
+from benchmarks.internals import Even, Nothing, Repair, level_repair, repair_with
 from kvboost.extend import RepairSituation, RepairStrategy
 
 LEVELS = ("high", "fast")
@@ -63,7 +64,7 @@ class Noting(Even):
         return chosen
 
 
-# Every strategy the engine knows at every ratio, and beside them what costs as much or less.
+# Every strategy at every ratio, and beside them what costs as much or less.
 DEFAULT = (
     *STRATEGIES,
     "even+spread=0.15",

@@ -100,7 +100,7 @@ def _greedy(runner: ModelRunner, first: int, cache: Any) -> list[int]:
     length = cache.get_seq_length()
     answer = [first]
     while len(answer) < FIRST_TOKENS:
-        answer.append(int(runner.next_tokens(answer[-1:], cache, keep=1)))
+        answer.append(int(runner.last_logits(answer[-1:], cache, keep=1).argmax()))
     cache.set_length(length)
     return answer
 
@@ -115,7 +115,7 @@ def _compare(
         if state.spans is None:  # nothing was found, or it could not be repaired
             return
         rest = [*tokens[state.num_computed :], *answer[:-1]]
-        same = runner.next_tokens(rest, state.cache, keep=len(answer)).cpu() == torch.tensor(answer)
+        same = runner.last_logits(rest, state.cache, keep=len(answer)).argmax(dim=-1).cpu() == torch.tensor(answer)
         outcome.differing.append(not bool(same.all()))
         outcome.agreement.append(float(same.float().mean()))
         if (estimate := state.report().error_estimate) is not None:

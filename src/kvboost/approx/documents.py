@@ -85,7 +85,7 @@ def add_documents(
 
     ``warm`` prefills the given tokens with the given boundaries.
     """
-    max_tokens = max_document_tokens(session)
+    max_tokens = session.limits.longest_reused
     known = [document for document in documents if max_tokens is None or len(head) + len(document.tokens) <= max_tokens]
     if len(known) < len(documents):
         warnings.warn(
@@ -94,25 +94,20 @@ def add_documents(
             stacklevel=3,
         )
     missing = [not stored for stored in session.prefiller.knows((one.tokens, one.cuts) for one in known)]
+    lengths = [len(document.tokens) for document in known]
     limit = MAX_GROUP_TOKENS if max_tokens is None else min(MAX_GROUP_TOKENS, max_tokens)
     new = 0
     try:
         with tqdm(total=sum(missing), unit="doc", desc="prefilling", disable=not progress, delay=2) as bar:
-            for tokens, boundaries, count in group_documents(
-                known, missing, head=head, context_documents=context_documents, max_tokens=limit
+            for context, added in plan_groups(
+                lengths, missing, head_tokens=len(head), context_documents=context_documents, max_tokens=limit
             ):
-                new += warm(tokens, boundaries)
-                bar.update(count)
+                new += warm(*join_group([known[number] for number in [*context, *added]], head=head))
+                bar.update(len(added))
     finally:  # not before: a document is cut as on its own, not as another that is much like it
         for document in known:
             registry_of(session).add(document.name, document.tokens, document.cuts)
     return new
-
-
-def max_document_tokens(session: Session) -> int | None:
-    """The longest prompt that documents can be prefilled in; None if there is no limit."""
-    limits = [limit for limit in (session.limits.max_positions, session.limits.exact_limit) if limit is not None]
-    return min(limits, default=None)
 
 
 def registry_of(session: Session) -> DocumentRegistry:
@@ -120,25 +115,6 @@ def registry_of(session: Session) -> DocumentRegistry:
     approx = session.prefiller.approx
     assert isinstance(approx, ApproxReuse)
     return approx.documents
-
-
-def group_documents(
-    documents: Sequence[Document],
-    missing: Sequence[bool],
-    *,
-    head: Sequence[int],
-    context_documents: int,
-    max_tokens: int,
-) -> Iterator[tuple[list[int], list[int], int]]:
-    """Prompts that hold each missing document behind ``context_documents`` others: tokens, boundaries, new documents.
-
-    Each begins with the head. See :func:`plan_groups`.
-    """
-    lengths = [len(document.tokens) for document in documents]
-    for context, new in plan_groups(
-        lengths, missing, head_tokens=len(head), context_documents=context_documents, max_tokens=max_tokens
-    ):
-        yield *join_group([documents[number] for number in [*context, *new]], head=head), len(new)
 
 
 def join_group(documents: Iterable[Document], *, head: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -1,6 +1,6 @@
 """Reuse of chunks that were computed at other positions: find, decide, move, and store what is computed behind them.
 
-Hooks into a prefill as its :class:`kvboost.core.non_prefix.NonPrefixReuse`; :mod:`kvboost.approx.repair` recomputes.
+Hooks into a prefill; :mod:`kvboost.approx.repair` recomputes.
 Invariants: nothing computed behind a repositioned chunk is stored under an exact key; the last step is never
 repositioned; nothing is repositioned where that would be slower than computing.
 """
@@ -20,11 +20,11 @@ from kvboost.approx.registry import DocumentRegistry
 from kvboost.approx.repair import MAX_QUERY_TOKENS, Repairer, RepairTooSlow, slab_cache
 from kvboost.approx.reposition import KeyRepositioner, Move
 from kvboost.approx.select import Repair, naming
-from kvboost.approx.trust import EarnedTrust
 from kvboost.core.backend import Codec
 from kvboost.core.costs import CostModel
 from kvboost.core.guarded import GuardedStore, loads_of
 from kvboost.core.keys import variant_key
+from kvboost.core.non_prefix import NonPrefixReuse
 from kvboost.core.prefill import Prefiller
 from kvboost.core.spans import ApproxSpans, repair_end
 from kvboost.core.state import PrefillState
@@ -89,6 +89,11 @@ def probe_approx(runner: ModelRunner, layout: KVLayout, codec: Codec, repairs: S
             "a recurrent state holds all that came before it, so text that was read elsewhere cannot be taken over. "
             "Only exact prefix reuse is available for it."
         )
+    if layout.indexed:
+        raise UnsupportedModelError(
+            "sparse attention chooses positions by keys of its own, which are not repositioned. "
+            "Only exact prefix reuse is available for it."
+        )
     repositioner = probe_reposition(runner.model, layout)
     layers = range(0)
     for repair in repairs:
@@ -97,8 +102,10 @@ def probe_approx(runner: ModelRunner, layout: KVLayout, codec: Codec, repairs: S
     return ApproxModel(repositioner, probe_recompute(runner, layout, attention_layers=layers), codec)
 
 
-class ApproxReuse:
+class ApproxReuse(NonPrefixReuse):
     """Repositions chunks of one store into prompts of one model, and repairs them."""
+
+    is_on = True
 
     def __init__(
         self,
@@ -106,11 +113,12 @@ class ApproxReuse:
         *,
         model: ApproxModel,
         repairs: Sequence[Repair],
-        guard: ReuseGuard | EarnedTrust,
+        guard: ReuseGuard,
         costs: CostModel | None = None,
         force: bool = False,
     ) -> None:
         """``guard`` says which of ``repairs`` is used; ``force`` also repositions where computing is faster."""
+        super().__init__()
         self._store, self._model, self._repairs, self._force = store, model, tuple(repairs), force
         self._repairers = [
             Repairer(repositioner=model.repositioner, recompute=model.recompute, repair=repair) for repair in repairs
@@ -151,6 +159,10 @@ class ApproxReuse:
             if self.cleared == cleared:
                 prefiller.commit(state)
 
+    def trust_again(self) -> None:
+        """Reset what checks have shown."""
+        self.guard.reset()
+
     def close(self) -> None:
         """Remove the hooks from the model."""
         self._model.recompute.close()
@@ -184,7 +196,7 @@ class ApproxReuse:
     def first_wanted(self, chunks: Sequence[Chunk], *, available: int) -> int | None:
         """The first chunk that :meth:`find` would look for; None if it would not look. Changes nothing."""
         allowed, trying, _ = self.guard.standing
-        if not allowed and not (trying and isinstance(self.guard, EarnedTrust) and self.guard.has_slot()):
+        if not allowed and not (trying and self.guard.has_slot()):
             return None
         return self._first_wanted(chunks, available)
 
@@ -204,18 +216,17 @@ class ApproxReuse:
         With ``fetched`` only those in memory: the others were loaded before, as it reports.
         """
         allowed, trying, rung = self.guard.standing
-        # Before anything is known of the request: which ones are checked must not depend on how soon they end.
-        slot = self.guard.reserve() if isinstance(self.guard, EarnedTrust) and (allowed or trying) else None
-        if not allowed and slot is None:
+        chosen = (allowed or trying) and self.guard.chooses()
+        if not allowed and not (chosen and self.guard.has_slot()):
             return None, self.guard.reason
-        found: ApproxSpans | None = None
-        try:
-            found, reason = self._look_up(chunks, available, prompt_tokens=prompt_tokens, fetched=fetched, rung=rung)
-        finally:
-            if found is None and slot is not None:
-                slot.release()
+        found, reason = self._look_up(chunks, available, prompt_tokens=prompt_tokens, fetched=fetched, rung=rung)
         if found is None:
             return None, reason
+        # When the request begins: which ones are checked must not depend on how soon they end.
+        slot = self.guard.reserve() if chosen else None
+        if not allowed and slot is None:
+            found.release()
+            return None, self.guard.reason
         return replace(found, on_trial=not allowed, slot=slot), None if allowed else self.guard.reason
 
     def _look_up(

@@ -1,20 +1,28 @@
 """How often non-prefix reuse changes an answer: an always-valid bound, and a switch that acts on it.
 
-Called by the engine, which answers a sample of requests both ways and reports whether the first tokens differed.
-Invariant: the bound may be read after every check. The probability that it is ever wrong, over all reads, is at most
-``1 - confidence``. A fixed-sample interval breaks that promise once it is read repeatedly and acted upon.
+Called by the engine, which answers a sample of requests both ways and reports whether the first tokens differed. A
+guard allows reuse until that is proven worse than tolerated, or with ``quality="auto"`` not before it is proven good
+enough. Invariant: the bound may be read after every check. The probability that it is ever wrong, over all reads, is at
+most ``1 - confidence``. A fixed-sample interval breaks that promise once it is read repeatedly and acted upon.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
-from kvboost.errors import ConfigError
+from kvboost.approx.trust import TrustFile, TrustState
 
+if TYPE_CHECKING:
+    from kvboost.core.spans import CheckSlot
+
+CONFIDENCE = 0.95
 _HALVINGS = 64  # from [0, 1] down to 5e-20, below what a double next to a share of 1e-3 can tell apart
+_MAX_CHECKS = 400  # a repair whose share lies next to the tolerated one would be tried forever
+_RECENT = 200  # checks of a repair in use that are also judged by themselves: a good past must not hide a bad present
 
 
 class Standing(NamedTuple):
@@ -43,19 +51,8 @@ class DisagreementBound:
     """
 
     confidence: float = 0.95
-    checked: int = field(default=0, kw_only=True)
-    disagreements: int = field(default=0, kw_only=True)
-
-    def __post_init__(self) -> None:
-        _check_share("confidence", self.confidence, above_zero=True)
-        for name, count in (("checked", self.checked), ("disagreements", self.disagreements)):
-            if not isinstance(count, int) or isinstance(count, bool):
-                raise ConfigError(f"{name} must be a whole number, got {count!r}")
-        if not 0 <= self.disagreements <= self.checked:
-            raise ConfigError(
-                f"disagreements must lie in 0..checked, got {self.disagreements} of {self.checked}; "
-                "start with a new bound if the counts are lost"
-            )
+    checked: int = 0
+    disagreements: int = 0
 
     def observe(self, disagreed: bool) -> None:
         """Count one checked request."""
@@ -107,83 +104,154 @@ class DisagreementBound:
         return outside  # the excluded end: rounding may widen the interval, never narrow it
 
 
-@dataclass
 class ReuseGuard:
-    """Switches non-prefix reuse off once it is proven worse than tolerated. Thread-safe.
+    """Says whether non-prefix reuse is allowed, and with which repair. Thread-safe. It works in one of two ways.
 
-    Guaranteed: while the share of answers that reuse changes is the same from check to check and at most
-    ``tolerated``, the guard ever switches off with probability at most ``1 - confidence``, however long
-    it runs. If the share is above ``tolerated``, it switches off sooner or later: the sooner, the larger the excess.
+    With ``earn``, nothing is allowed at first: repairs are tried in order, cheapest first, on requests that are
+    answered exactly. With probability ``CONFIDENCE``, none is ever allowed whose share of changed answers, if it stays
+    the same from check to check, is above ``tolerated``: each of the repairs gets its part of the error. What checks
+    have shown may be kept for the next process (:class:`TrustFile`): the bounds are valid over its checks and these
+    together. Checks go on while a repair is in use; one that is proven bad is given up, and the next is tried.
 
-    Not guaranteed: anything about a single request, since the share is an average; anything about
-    traffic that changes, since a long good past outweighs a bad present for a while; that the share is
-    below ``tolerated`` while the guard allows reuse, since lack of proof is no proof (read ``bound.upper`` for
-    that). Each ``reset`` starts a new guarantee with its own false alarm. There is no minimum number of checks:
-    at 95 % confidence and a tolerated share below 2.5 %, one disagreement in the very first check is proof enough.
+    Without it, one repair is allowed from the beginning, until it is proven bad. While its share is the same from check
+    to check and at most ``tolerated``, it is ever switched off with probability at most ``1 - CONFIDENCE``, however
+    long it runs. If the share is above, it is switched off sooner or later: the sooner, the larger the excess.
+
+    Not guaranteed: anything about a single request, since the share is an average; that the share of a repair allowed
+    from the beginning is below ``tolerated``, since lack of proof is no proof (read ``bound.upper`` for that). Each
+    ``reset`` starts a new guarantee. There is no minimum number of checks: with a tolerated share below 2.5 %, one
+    disagreement in the very first check is proof enough.
     """
 
-    tolerated: float
-    confidence: float = field(default=0.95, kw_only=True)
-    _bound: DisagreementBound = field(init=False, repr=False)
-    _reason: str | None = field(init=False, repr=False, default=None)
-    _lock: threading.Lock = field(init=False, repr=False, compare=False, default_factory=threading.Lock)
-
-    def __post_init__(self) -> None:
-        _check_share("tolerated", self.tolerated)
-        self._bound = DisagreementBound(self.confidence)
+    def __init__(
+        self, tolerated: float, *, repairs: Sequence[str] = (), earn: bool = False, keeper: TrustFile | None = None
+    ) -> None:
+        """``repairs`` are their names, in the order they are tried; ``earn`` if none is allowed yet."""
+        self._tolerated, self._names, self._earn = tolerated, tuple(repairs) or ("the repair",), earn
+        self._confidence = 1.0 - (1.0 - CONFIDENCE) / len(self._names)
+        self._lock = threading.Lock()
+        self._saving = threading.Lock()
+        """Held, before the other one, by who changes the state: states are kept in the order in which they came."""
+        self.has_slot: Callable[[], bool] = lambda: False
+        """Whether another request could be checked; set by who checks. If not, none is put on trial."""
+        self.chooses: Callable[[], bool] = lambda: False
+        """Whether a request that begins is one of those to check; set by who checks."""
+        self.reserve: Callable[[], CheckSlot | None] = lambda: None
+        """A slot for a request that is to be checked; None if all are reserved. Set by who checks."""
+        self._keeper = keeper
+        self._bound = self._recent = DisagreementBound(self._confidence)
+        self._resume((keeper.load() if keeper is not None else None) or TrustState(allowed=not earn))
 
     @property
     def standing(self) -> Standing:
-        """It has one repair, and allows it until that is proven bad."""
-        return Standing(self.allowed, False, 0)
-
-    def observe(self, disagreed: bool, *, rung: int = 0) -> None:
-        """Count one checked request; may switch off."""
+        """Whether reuse is allowed or on trial, and with which repair; the last one after all have failed."""
         with self._lock:
-            self._bound.observe(disagreed)
-            self._judge()
+            trying = not self._allowed and self._rung < len(self._names)
+            return Standing(self._allowed, trying, min(self._rung, len(self._names) - 1))
 
     @property
     def allowed(self) -> bool:
-        """Whether non-prefix reuse may continue."""
-        return self.reason is None
-
-    @property
-    def reason(self) -> str | None:
-        """Why it is off and what to do; None while it is on."""
-        with self._lock:
-            return self._reason
+        """Whether non-prefix reuse is used."""
+        return self.standing.allowed
 
     @property
     def bound(self) -> DisagreementBound:
-        """A copy of the counts and bounds as they are now."""
+        """A copy of the counts and bounds of the repair that is tried or in use, or was the last one."""
         with self._lock:
             return replace(self._bound)
 
-    def reset(self) -> None:
-        """Switch on again and drop the counts: kept counts would switch it off at the next check."""
-        with self._lock:
-            self._bound = DisagreementBound(self.confidence)
-            self._reason = None
+    def observe(self, disagreed: bool, *, rung: int = 0) -> None:
+        """Count one request checked with the repair ``rung``; may allow, end or change the repair."""
+        with self._saving:
+            state = self._count(disagreed, rung)
+            if state is not None:
+                self._keep(state)
 
-    def _judge(self) -> None:
-        """Switch off if the bound proves it. The caller holds the lock."""
-        if self._reason is not None:
-            return
-        lower = self._bound.lower
-        if lower > self.tolerated:
-            self._reason = (
-                f"reuse changed {self._bound.disagreements} of {self._bound.checked} checked answers: with "
-                f"{self.confidence:.4g} confidence more than {lower:.4g} of all, where {self.tolerated:.4g} is "
-                "tolerated; raise recompute_ratio or tolerate more, then call the engine's allow_non_prefix_reuse()"
+    def _count(self, disagreed: bool, rung: int) -> TrustState | None:
+        """The state after this check; None if it does not count."""
+        with self._lock:
+            if self._rung != rung:
+                return None  # the check began before its repair was given up
+            self._bound.observe(disagreed)
+            watched = self._allowed and self._earn
+            if watched:
+                self._recent.observe(disagreed)
+            if self._is_worse(self._bound) or (watched and self._is_worse(self._recent)):
+                self._give_up()
+            elif self._allowed:
+                if self._recent.checked >= _RECENT:
+                    self._recent = DisagreementBound(self._confidence)
+            elif self._bound.excludes(self._tolerated):
+                self._resume(TrustState(rung, allowed=True))
+            elif self._bound.checked >= _MAX_CHECKS:
+                self._give_up()
+            return self._state()
+
+    def _is_worse(self, bound: DisagreementBound) -> bool:
+        above = bound.disagreements > self._tolerated * bound.checked
+        return above and (self._tolerated == 0.0 or bound.excludes(self._tolerated))
+
+    def _resume(self, state: TrustState) -> None:
+        self._rung = min(state.rung, len(self._names))
+        self._allowed = state.allowed and self._rung < len(self._names)
+        self._bound = DisagreementBound(self._confidence, state.checked, state.differed)
+        self._recent = DisagreementBound(self._confidence, state.recent_checked, state.recent_differed)
+
+    def _give_up(self) -> None:
+        """Try the next repair; the counts of the last one stay."""
+        self._rung, self._allowed = self._rung + 1, False
+        if self._rung < len(self._names):
+            self._resume(TrustState(self._rung))
+
+    def _state(self) -> TrustState:
+        bound, recent = self._bound, self._recent
+        counts = bound.checked, bound.disagreements, recent.checked, recent.disagreements
+        return TrustState(self._rung, self._allowed, *counts)
+
+    def _keep(self, state: TrustState, *, anew: bool = False) -> None:
+        """Not in the lock that requests wait for."""
+        if self._keeper is not None:
+            self._keeper.save(state, anew=anew)
+
+    def reset(self) -> None:
+        """Start again with the first repair: what was shown is lost, also for the next process."""
+        with self._saving:
+            with self._lock:
+                self._resume(TrustState(allowed=not self._earn))
+                state = self._state()
+            self._keep(state, anew=True)
+
+    @property
+    def reason(self) -> str | None:
+        """Why it is off, where a trial stands, and what to do; None while reuse is allowed."""
+        with self._lock:
+            if self._allowed:
+                return None
+            bound = self._bound
+            if not self._earn:
+                return (
+                    f"reuse changed {bound.disagreements} of {bound.checked} checked answers: with "
+                    f"{self._confidence:.4g} confidence more than {bound.lower:.4g} of all, where "
+                    f"{self._tolerated:.4g} is tolerated; raise recompute_ratio or tolerate more, then call the "
+                    "engine's allow_non_prefix_reuse()"
+                )
+            if self._rung == len(self._names):
+                return (
+                    f"exact only: {' and '.join(self._names)} changed more than {self._tolerated:.3g} of the checked "
+                    "answers, or could not be told apart from it; tolerate more with a number as quality, or try again "
+                    "with allow_non_prefix_reuse()"
+                )
+            return (
+                f"exact only: {bound.checked} of about {self._needed()} checks of {self._names[self._rung]!r} done, "
+                f"{bound.disagreements} differed"
             )
 
-
-def _check_share(name: str, value: float, *, above_zero: bool = False) -> None:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not 0 <= value < 1
-        or (above_zero and not value)
-    ):
-        raise ConfigError(f"{name} must be {'above 0' if above_zero else '0 or more'} and below 1, got {value!r}")
+    def _needed(self) -> int:
+        """Checks that would be enough if no other answer differed; at most those that are made."""
+        low, high = self._bound.checked, _MAX_CHECKS
+        while low < high:
+            middle = (low + high) // 2
+            bound = replace(self._bound, checked=middle)
+            good = bound.excludes(self._tolerated) and not self._is_worse(bound)
+            low, high = (low, middle) if good else (middle + 1, high)
+        return high

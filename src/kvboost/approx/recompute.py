@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -31,16 +31,12 @@ _PREFIX_REUSE_ONLY = "Only exact prefix reuse is available for it."
 MAX_POSITIONS = 2048  # per forward: bounds the mask, [positions, keys]
 
 
-class SpreadMaker(Protocol):
-    """Makes what spreads the change of recomputed positions to others."""
-
-    def __call__(self, positions: torch.Tensor, *, begin: int, end: int) -> Spreading:
-        """``positions`` are recomputed; others in ``[begin, end)`` may be adjusted."""
-        ...
-
-
 _TAKES_MASKS = (NAME, "eager")
 """Attention implementations that take a dense mask."""
+
+SpreadMaker = Callable[..., Spreading]
+"""Given the positions that are recomputed, and ``begin`` and ``end`` of those that may be adjusted, makes what spreads
+the change of the first to the others."""
 
 PositionSelector = Callable[[int, torch.Tensor, KVChanges | None], torch.Tensor | None]
 """Called before each layer with its index, the positions [n] that reach it (on the CPU) and what the layer before

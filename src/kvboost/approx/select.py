@@ -51,31 +51,6 @@ class Nothing:
 
 
 @dataclass(frozen=True)
-class Selective(Nothing):
-    """The last tokens before each boundary, as the predecessor of this package does. For comparison."""
-
-    name = "selective"
-    overlap: int = 16
-
-    def choose(self, situation: RepairSituation) -> torch.Tensor:
-        """The last ``overlap`` positions of each span."""
-        return _marked(situation.span_ends - situation.positions <= self.overlap)
-
-
-@dataclass(frozen=True)
-class First(Nothing):
-    """The first tokens of each span, as in EPIC: they were computed as the start of a text."""
-
-    name = "first"
-
-    def choose(self, situation: RepairSituation) -> torch.Tensor:
-        """The leading positions of each span, the same share of each, within the budget."""
-        share = situation.budget / max(1, len(situation.positions))
-        within = situation.positions - situation.span_starts
-        return _marked(within < (situation.span_ends - situation.span_starts) * share)
-
-
-@dataclass(frozen=True)
 class Even(Nothing):
     """Positions at even distances, whatever the model: it trusts no attention over stale keys."""
 
@@ -107,24 +82,7 @@ class CacheBlend(Nothing):
 
 
 @dataclass(frozen=True)
-class Query(Nothing):
-    """The positions with the most attention from the suffix tokens in the middle layers."""
-
-    name = "query"
-
-    def attention_layers(self, layer_count: int) -> range:
-        """The middle third, at least one."""
-        first = layer_count // 3
-        return range(first, max(first + 1, layer_count * 2 // 3))
-
-    def choose(self, situation: RepairSituation) -> torch.Tensor:
-        """The positions with the most attention."""
-        assert situation.attention is not None
-        return _highest(situation.attention, situation.budget)
-
-
-@dataclass(frozen=True)
-class Auto(Query):
+class Auto(Nothing):
     """Positions with the most suffix attention plus a sparse even sample; their change is spread to neighbours.
 
     The default for Llamas and Gemma 3. Measured against the others in docs/results/recompute.md and yardstick.md.
@@ -136,6 +94,11 @@ class Auto(Query):
     """The even sample takes one position in this many, within the budget. It shows the common change."""
     neighbours: int = 3
     """Attention is averaged over this many positions: one recomputed among stale ones helps little."""
+
+    def attention_layers(self, layer_count: int) -> range:
+        """The middle third, at least one."""
+        first = layer_count // 3
+        return range(first, max(first + 1, layer_count * 2 // 3))
 
     def choose(self, situation: RepairSituation) -> torch.Tensor:
         """The even sample first, then the positions with the most attention."""
@@ -155,16 +118,16 @@ def _smoothed(values: torch.Tensor, width: int) -> torch.Tensor:
     return padded.flatten()
 
 
-STRATEGIES: dict[str, RepairStrategy] = {
-    s.name: s for s in (Nothing(), Selective(), First(), Even(), CacheBlend(), Query(), Auto())
-}
+_LEFT = "this one is in benchmarks/common/strategies.py of the repository now: copy its class, and give an object of it"
+STRATEGIES: dict[str, RepairStrategy] = {s.name: s for s in (Nothing(), Even(), CacheBlend(), Auto())}
 
 
 def make_strategy(strategy: Any) -> RepairStrategy:
     """The strategy with this name, or ``strategy`` itself if it already is one."""
     if isinstance(strategy, str):
         if strategy not in STRATEGIES:
-            raise ConfigError(f"recompute_strategy={strategy!r} is not known; use one of {sorted(STRATEGIES)}")
+            left = f"; {_LEFT}" if strategy in ("first", "query", "selective") else ""
+            raise ConfigError(f"recompute_strategy={strategy!r} is not known; use one of {sorted(STRATEGIES)}{left}")
         return STRATEGIES[strategy]
     if isinstance(strategy, type):
         raise ConfigError(f"recompute_strategy is a class; give an object of it: {strategy.__name__}()")

@@ -7,18 +7,18 @@ exact reuse only. The figures of the levels are in docs/results/recompute.md and
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvboost.approx.calibration import Calibration
 from kvboost.approx.find import ApproxReuse, probe_approx
 from kvboost.approx.guard import ReuseGuard
-from kvboost.approx.select import Repair, Selective, make_strategy
+from kvboost.approx.select import Repair, make_strategy
 from kvboost.approx.shadow import FIRST_TOKENS
-from kvboost.approx.trust import EarnedTrust, TrustFile
+from kvboost.approx.trust import TrustFile
 from kvboost.config import EngineConfig
 from kvboost.core.keys import PromptKeys
-from kvboost.core.non_prefix import NoApprox, NonPrefixReuse
+from kvboost.core.non_prefix import NonPrefixReuse
 from kvboost.core.prefill import Prefiller
 from kvboost.errors import ConfigError, UnsupportedModelError
 from kvboost.extend import RepairStrategy
@@ -76,12 +76,6 @@ def _choose_repair(config: EngineConfig, calibration: Calibration | None, family
         return Repair(make_strategy(row.strategy), row.ratio, tolerated, tolerated_share(config))
     given = config.recompute_strategy
     strategy = make_strategy(given) if given is not None else _strategy_for(family)
-    if config.recompute_overlap is not None:
-        if not isinstance(strategy, Selective):
-            raise ConfigError(
-                f'recompute_overlap belongs to recompute_strategy="selective", not to {strategy.name!r}; leave it out'
-            )
-        strategy = replace(strategy, overlap=config.recompute_overlap)
     level = config.quality if config.quality in _RATIO else "high"
     assert isinstance(level, str)
     ratio = config.recompute_ratio if config.recompute_ratio is not None else _RATIO[level]
@@ -119,19 +113,19 @@ class ApproxSettings:
         return self.repairs[0].ratio
 
     def reuse(self, prefiller: Prefiller, runner: ModelRunner, layout: KVLayout, *, force: bool) -> NonPrefixReuse:
-        """Non-prefix reuse over the store of ``prefiller``; a NoApprox with the reason if there is none."""
+        """Non-prefix reuse over the store of ``prefiller``; one that finds nothing, and says why, if there is none."""
         try:
             model = probe_approx(runner, layout, prefiller.codec, self.repairs)
         except UnsupportedModelError as error:
-            return NoApprox(str(error))
+            return NonPrefixReuse(str(error))
         except Exception as error:  # noqa: BLE001 - exact reuse works and continues, whatever fails here
-            return NoApprox(f"testing whether this model's keys can be repositioned failed: {error!r}")
+            return NonPrefixReuse(f"testing whether this model's keys can be repositioned failed: {error!r}")
         guard = ReuseGuard(self.repairs[0].tolerated_share) if self.earned else self._trust(prefiller.keys)
         return ApproxReuse(
             prefiller.store, model=model, repairs=self.repairs, guard=guard, costs=prefiller.costs, force=force
         )
 
-    def _trust(self, keys: PromptKeys) -> EarnedTrust:
+    def _trust(self, keys: PromptKeys) -> ReuseGuard:
         share, names = self.repairs[0].tolerated_share, [str(one) for one in self.repairs]
         exactly = [f"{one.strategy!r}:{one.ratio!r}:{one.tolerated_error!r}" for one in self.repairs]
 
@@ -141,16 +135,18 @@ class ApproxSettings:
             return "|".join([*model, keys.conditions, str(share), str(FIRST_TOKENS), *exactly])
 
         keeper = TrustFile(self.trust_dir, identity=identity) if self.trust_dir is not None else None
-        return EarnedTrust(share, repairs=names, keeper=keeper)
+        return ReuseGuard(share, repairs=names, earn=True, keeper=keeper)
 
 
-def approx_settings(config: EngineConfig, *, weights: str, family: str, conditions: str) -> ApproxSettings | NoApprox:
-    """The settings for a model with these weights, ``model_type``, codec and chunking; a NoApprox if it is off."""
+def approx_settings(
+    config: EngineConfig, *, weights: str, family: str, conditions: str
+) -> ApproxSettings | NonPrefixReuse:
+    """The settings for a model with these weights, ``model_type``, codec and chunking; off is what finds none."""
     if config.calibration is None:
         directory = Path(config.disk_cache_dir).expanduser() / "trust" if config.disk_cache_dir is not None else None
         repairs = choose_repairs(config, family=family)
         if not repairs:
-            return NoApprox()
+            return NonPrefixReuse()
         return ApproxSettings(repairs, earned=not must_be_earned(config), trust_dir=directory)
     calibration = Calibration.load(config.calibration)
     if calibration.weights != weights:
@@ -167,8 +163,8 @@ def approx_settings(config: EngineConfig, *, weights: str, family: str, conditio
     if repairs:
         return ApproxSettings(repairs)
     if config.quality == "exact":
-        return NoApprox()
-    return NoApprox(
+        return NonPrefixReuse()
+    return NonPrefixReuse(
         f"the calibration shows no repair that changes at most {tolerated_share(config):.3g} of the answers "
         f"(the best is {calibration.best_share:.3g})",
     )

@@ -2,8 +2,8 @@
 
 Made by the engine: for ``shadow_share``, to check that share of approximate requests, or for reuse that must be earned,
 to check in idle time those that could have been approximate. Invariants: no request waits for a check to end; a check
-in idle time ends when a request comes, between two steps; at most three requests hold blocks for a check; for reuse
-that must be earned they are chosen when they begin, so not by their answers' lengths.
+in idle time ends when a request comes, between two steps; at most three requests hold blocks for a check; they are
+chosen when they begin, so not by their answers' lengths.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from kvboost.approx.find import ApproxReuse
 from kvboost.approx.guard import ReuseGuard
-from kvboost.approx.trust import EarnedTrust
 from kvboost.core.prefill import Prefiller, RequestCancelled
 from kvboost.core.spans import ApproxSpans, CheckSlot
 from kvboost.core.state import ChunkedPrompt
@@ -57,7 +56,7 @@ class ServedRequest:
     cleared: int = 0
     """How often its tenant's store had been cleared when it ended."""
     slot: CheckSlot | None = None
-    """What it was given when it began; None if it is chosen when it ends, or not at all."""
+    """What it was given when it began; None if it is not to be checked."""
 
     @classmethod
     def of(
@@ -118,7 +117,7 @@ def answers_differ(
             if using is not None and state.spans is None:
                 return None
             rest = [*prompt.tokens[state.num_computed :], *generated]
-            preferred.append(runner.next_tokens(rest, state.cache, keep=count))
+            preferred.append(runner.last_logits(rest, state.cache, keep=count).argmax(dim=-1))
     return not torch.equal(*preferred)
 
 
@@ -153,7 +152,7 @@ class ShadowChecks:
         check: Callable[[ServedRequest], bool | None],
         *,
         share: float,
-        guard: ReuseGuard | EarnedTrust,
+        guard: ReuseGuard,
         idle: Callable[[], bool] | None = None,
     ) -> None:
         """``check`` returns whether the answers differ, None if unknown; ``guard`` counts.
@@ -162,8 +161,8 @@ class ShadowChecks:
         """
         self._check, self._share, self._guard = check, share, guard
         self._slots = CheckSlots(_SLOTS)
-        if isinstance(guard, EarnedTrust):
-            guard.has_slot, guard.reserve = lambda: self._slots.any_free, self._reserve
+        guard.chooses = lambda: self._random.random() < self._share
+        guard.has_slot, guard.reserve = lambda: self._slots.any_free, self._reserve
         self._idle = idle or (lambda: True)
         self._random = random.Random()
         self._closed = False
@@ -172,28 +171,21 @@ class ShadowChecks:
         self._thread.start()
         self.dropped = 0
 
-    def _is_chosen(self) -> bool:
-        return self._random.random() < self._share
-
     def _reserve(self) -> ReservedSlot | None:
-        """A slot for a request that begins, with probability ``share``."""
-        return self._slots.reserve() if self._is_chosen() else None
+        """A slot for a request that found something to reposition."""
+        slot = self._slots.reserve()
+        self.dropped += slot is None  # checks cannot keep up: those in calm moments count for more
+        return slot
 
     def offer(self, request: ServedRequest) -> None:
-        """Queue this request for a check, if it has a slot or, for a guard that gives none, is chosen now."""
+        """Queue this request for a check, if it was given a slot when it began."""
         standing = self._guard.standing
-        if self._closed or not request.produced or not (standing.allowed or standing.trying):
-            if request.slot is not None:
-                request.slot.release()
-            return
         if request.slot is None:
-            if isinstance(self._guard, EarnedTrust) or not self._is_chosen():
-                return
-            request = replace(request, slot=self._slots.reserve())
-            if request.slot is None:
-                self.dropped += 1  # checks cannot keep up: those that end first, or in calm moments, count for more
-                return
-        self._queued.put(request)
+            return
+        if self._closed or not request.produced or not (standing.allowed or standing.trying):
+            request.slot.release()
+        else:
+            self._queued.put(request)
 
     def wait(self) -> None:
         """Return once every queued check is done."""

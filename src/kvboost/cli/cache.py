@@ -1,4 +1,4 @@
-"""``kvboost cache``: manage the chunk records of a directory, a Redis server or a bucket.
+"""``kvboost cache``: manage the chunk records of a directory or a Redis server.
 
 Called by :mod:`kvboost.cli.main`. It needs no model: records say what they are. Invariants: only ``rm``, ``purge``,
 ``import``, ``limit SIZE`` and ``verify --remove`` change anything; with ``--json`` the output is JSON and nothing else.
@@ -23,7 +23,7 @@ from kvboost.errors import ConfigError
 from kvboost.types import tenant_digest
 
 if TYPE_CHECKING:
-    from kvboost.store.admin import Entry, Finding
+    from kvboost.store.admin.base import Entry, Finding
 
 _DAMAGE = 1
 _SHOWN = 50
@@ -31,7 +31,7 @@ _SAMPLES = 3  # records of a space whose headers are tried
 
 Place = Annotated[
     str,
-    typer.Argument(metavar="PLACE", help="A cache directory, redis://HOST:PORT or s3://BUCKET/FOLDER."),
+    typer.Argument(metavar="PLACE", help="A cache directory, or redis://HOST:PORT."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Tenant = Annotated[str | None, typer.Option("--tenant", metavar="NAME", help="Only this tenant's.")]
@@ -105,7 +105,7 @@ def inspect_record(
     as_json: AsJson = False,
 ) -> None:
     """Show all about one record: its header, and whether it is intact."""
-    from kvboost.store.admin import verified
+    from kvboost.store.admin.archive import verified
 
     with records.open_location(place) as catalogue:
         entries = records.find_by_key(catalogue, [key])
@@ -201,7 +201,6 @@ def purge(
         str | None, typer.Option("--tenant", metavar="NAME", help="Whose; an engine's tenant setting.")
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Of every tenant, also of those that are no more.")] = False,
-    outdated: Annotated[bool, typer.Option("--outdated", help="What earlier versions left in a Redis.")] = False,
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
@@ -209,15 +208,12 @@ def purge(
 
     Engines that run keep what they have in memory, and write it again: clear those first (POST /v1/cache/clear).
     """
-    if everything + outdated + (tenant is not None) != 1:
-        raise ConfigError("say what to remove: --tenant NAME, --all, or --outdated")
+    if everything == (tenant is not None):
+        raise ConfigError("say what to remove: --tenant NAME, or --all")
     with records.open_location(place) as catalogue:
-        whose = f"of tenant {tenant!r} " if tenant is not None else "of earlier versions " if outdated else ""
+        whose = f"of tenant {tenant!r} " if tenant is not None else ""
         records.confirm(f"Remove everything {whose}from {catalogue.place}?", yes)
-        if outdated:
-            removed = catalogue.purge_outdated()
-        else:
-            removed = catalogue.purge(tenant_digest(tenant)) if tenant is not None else catalogue.purge_all()
+        removed = catalogue.purge(tenant_digest(tenant) if tenant is not None else None)
     if tenant is not None and not removed:
         note(f"nothing of a tenant {tenant!r} is here; tenants of a server have the names that GET /v1/cache lists")
     print(json.dumps({"removed": removed}) if as_json else f"{removed} records removed")
@@ -232,11 +228,11 @@ def limit(
     *,
     as_json: AsJson = False,
 ) -> None:
-    """Show or change how much a place may hold, whoever writes there. In a bucket: of one model and tenant.
+    """Show or change how much a place may hold, whoever writes there.
 
     A Redis server's limit is its own: it is shown, and set with its maxmemory.
 
-    What is beyond a smaller limit is evicted now, the least recently used first; a bucket only refuses more.
+    What is beyond a smaller limit is evicted now, the least recently used first.
     """
     evicted = 0
     wanted = records.parse_limit(limit, name="SIZE") if limit is not None else None
@@ -256,7 +252,7 @@ def limit(
         print(f"{evicted} records evicted")
 
 
-@app.command("verify", epilog="Example:  kvboost cache verify s3://bucket/kv --key-file kv.key")
+@app.command("verify", epilog="Example:  kvboost cache verify redis://127.0.0.1:6379/0 --key-file kv.key")
 def verify(
     place: Place,
     *,
@@ -267,7 +263,8 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Read every record and check it. Exit code 1: there is damage."""
-    from kvboost.store.admin import Verdict, verified
+    from kvboost.store.admin.archive import verified
+    from kvboost.store.admin.base import Verdict
 
     counts: Counter[str] = Counter({verdict.value: 0 for verdict in Verdict})
     damaged: list[tuple[Entry, Finding]] = []
@@ -308,7 +305,8 @@ def export(
 
     The file holds the token ids of prompts: keep it as you keep the prompts.
     """
-    from kvboost.store.admin import ArchiveWriter, Verdict, exported
+    from kvboost.store.admin.archive import ArchiveWriter, exported
+    from kvboost.store.admin.base import Verdict
 
     if as_json and str(file) == "-":
         raise ConfigError("--json and the records cannot both go to the output; give a file")
@@ -334,7 +332,7 @@ def import_records(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="What export wrote; - for the input.")],
     *,
     budget: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Limit of a new place; 20GiB, in a bucket none. See limit.")
+        str | None, typer.Option(metavar="SIZE", help="Limit of a new directory; 20GiB if left out. See limit.")
     ] = None,
     key_file: Keys = None,
     as_json: AsJson = False,
@@ -344,7 +342,7 @@ def import_records(
     To stay within the place's limit, the least recently used records are evicted. Exit code 1: some were damaged or
     locked, or the file was cut short.
     """
-    from kvboost.store.admin import ArchiveReader, Importer, Outcome
+    from kvboost.store.admin.archive import ArchiveReader, Importer, Outcome
 
     limit = records.parse_limit(budget, name="--budget") if budget is not None else None
     with records.open_for_reading(file) as stream, records.open_location(place, create=True) as catalogue:

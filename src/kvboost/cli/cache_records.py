@@ -23,14 +23,14 @@ from kvboost.errors import ConfigError
 from kvboost.types import tenant_digest
 
 if TYPE_CHECKING:
-    from kvboost.store.admin import Catalogue, Entry, KeyRing
+    from kvboost.store.admin.base import Catalogue, Entry, KeyRing
     from kvboost.store.record.header import RecordHeader
 
 _MIN_DIGITS = 4
 
 
 def open_location(place: str, *, create: bool = False) -> AbstractContextManager[Catalogue]:
-    """The records of a directory, server or bucket, for one ``with`` block."""
+    """The records of a directory or server, for one ``with`` block."""
     from kvboost.store.admin import open_catalogue
 
     return closing(open_catalogue(place, create=create))
@@ -75,7 +75,7 @@ def _digits(prefix: str) -> str:
 
 def read_key_files(files: Sequence[Path] | None) -> KeyRing:
     """The keys in these files, which are as an engine's ``record_key_file`` must be."""
-    from kvboost.store.admin import KeyRing
+    from kvboost.store.admin.base import KeyRing
     from kvboost.store.record.format import read_key
 
     try:
@@ -142,7 +142,7 @@ def open_for_reading(file: Path) -> Iterator[BinaryIO]:
 
 def parse_header(entry: Entry, head: bytes | None) -> RecordHeader | None:
     """What a record's header says; None if it cannot be read or is of another record."""
-    from kvboost.store.admin import examine
+    from kvboost.store.admin.base import examine
 
     return None if head is None else examine(head, space=entry.space, key=entry.key).header
 

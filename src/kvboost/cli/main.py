@@ -16,11 +16,10 @@ from typer.core import TyperGroup
 
 from kvboost import __version__
 from kvboost.cli import bench, cache
-from kvboost.cli.calibrate import calibrate
-from kvboost.cli.chat import chat, run
 from kvboost.cli.doctor import doctor
-from kvboost.cli.explain import explain
+from kvboost.cli.explain import calibrate, explain
 from kvboost.cli.output import LogLevel, logging_to_stderr, set_level
+from kvboost.cli.run import run
 from kvboost.cli.serve import serve
 from kvboost.cli.warm import warm
 from kvboost.errors import ClosedError, KVBoostError
@@ -30,7 +29,7 @@ _INTERRUPTED = 130
 app = typer.Typer(
     name="kvboost",
     help="KV-cache reuse for Hugging Face models: compute the KV of a text once and reuse it.",
-    epilog="Start with:  kvboost doctor MODEL  and then  kvboost chat MODEL",
+    epilog="Start with:  kvboost doctor MODEL  and then  kvboost serve MODEL",
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     invoke_without_command=True,
@@ -55,7 +54,6 @@ def _before_commands(
 
 app.command(epilog="Example:  kvboost serve ./model --port 8000 --disk-cache-dir ~/.cache/kvboost/kv")(serve)
 app.command(epilog='Example:  kvboost run ./model "Why is the sky blue?" --disk-cache-dir ~/.cache/kvboost/kv')(run)
-app.command(epilog="Example:  kvboost chat ./model --disk-cache-dir ~/.cache/kvboost/kv")(chat)
 app.command(epilog="Example:  kvboost warm ./model docs/ --quality auto --disk-cache-dir ~/.cache/kvboost/kv")(warm)
 app.command(epilog="Example:  kvboost doctor ./model --context 32768 --batch 4")(doctor)
 app.command(epilog="Example:  kvboost calibrate ./model --prompts traffic.jsonl --tolerated 0.05")(calibrate)

@@ -96,8 +96,6 @@ def _prepare(model: str, settings: Settings) -> _Prepared:
     engine_settings = settings.engine()
     if engine_settings.get("quality", "exact") not in ("exact", "auto"):
         engine_settings = {"shadow_share": _SHADOW_SHARE, **engine_settings}
-    if "draft" in engine_settings:
-        raise ConfigError("requests that run side by side are decoded without a draft; leave draft out of a server")
     return _Prepared(config, limits, keys, engine_settings)
 
 

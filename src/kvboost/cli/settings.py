@@ -1,8 +1,8 @@
 """The settings a user can give: as a flag, as ``KVBOOST_...`` in the environment, or in a TOML file.
 
 Every setting is a field of a dataclass: its name, type, default and help text are declared there and nowhere else.
-:mod:`kvboost.cli.flags` makes flags of them, :mod:`kvboost.cli.sources` reads their values. A TOML file has the
-engine's settings by their names, and the others in tables::
+:mod:`kvboost.cli.flags` makes flags of them and reads their values. A TOML file has the engine's settings by their
+names, and the others in tables::
 
     disk_cache_dir = "~/.cache/kvboost/kv"
     kv_cache_bits = 8
@@ -38,7 +38,7 @@ _Config = TypeVar("_Config")
 
 @dataclass(frozen=True, kw_only=True)
 class ReplyConfig:
-    """How ``kvboost run`` and ``kvboost chat`` answer."""
+    """How ``kvboost run`` answers."""
 
     max_new_tokens: int = 512
     """Stop after this many new tokens."""
@@ -54,23 +54,17 @@ class ReplyConfig:
             raise ConfigError(f"temperature={self.temperature} is negative; give 0 or more")
 
 
-SECTIONS: Mapping[str, tuple[type, ...]] = {
-    "": (EngineConfig, LoadConfig),
-    "chat": (ReplyConfig,),
-    "serve": (ServerConfig, RunnerConfig, Limits),
-    "ray": (RayConfig,),
+SECTIONS: Mapping[str, Mapping[type, str]] = {
+    "": {EngineConfig: "Engine settings", LoadConfig: "Model settings"},
+    "run": {ReplyConfig: "Answers"},
+    "serve": {
+        ServerConfig: "Server",
+        RunnerConfig: "Requests side by side",
+        Limits: "Limits per client and request",
+    },
+    "ray": {RayConfig: "A fleet (with --ray)"},
 }
-"""The dataclasses of each table of a TOML file; those of ``""`` stand before all tables."""
-
-PANELS = {
-    EngineConfig: "Engine settings",
-    LoadConfig: "Model settings",
-    ReplyConfig: "Answers",
-    ServerConfig: "Server",
-    RunnerConfig: "Requests side by side",
-    Limits: "Limits per client and request",
-    RayConfig: "A fleet (with --ray)",
-}
+"""The dataclasses of each table of a TOML file, and their titles in help texts. Those of ``""`` precede all tables."""
 
 
 @dataclass(frozen=True)

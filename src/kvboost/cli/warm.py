@@ -22,8 +22,7 @@ from kvboost.integrations.ray.config import need_ray
 if TYPE_CHECKING:
     from kvboost.integrations.ray.warm import Warming
 
-_SHARED_TIERS = ("remote_url", "object_url")
-_TIERS = ("disk_cache_dir", *_SHARED_TIERS)
+_TIERS = ("disk_cache_dir", "remote_url")
 _TEXTS = ("*.txt", "*.md", "*.rst")
 _NAMED = 10  # documents that are left out
 
@@ -39,9 +38,7 @@ def warm(
         Path | None, typer.Option(metavar="FILE", help="What your prompts begin with, such as the system prompt.")
     ] = None,
     context_documents: Annotated[int, typer.Option(help="Prefill each document after this many others.")] = 2,
-    ray: Annotated[
-        bool, typer.Option("--ray", help="Prefill with a pool of Ray actors, into --remote-url or --object-url.")
-    ] = False,
+    ray: Annotated[bool, typer.Option("--ray", help="Prefill with a pool of Ray actors, into --remote-url.")] = False,
     actors: Annotated[int, typer.Option(help="With --ray: copies of the model that prefill.", min=1)] = 1,
     actor_gpus: Annotated[float, typer.Option(help="With --ray: GPUs that each copy reserves.", min=0)] = 0.0,
     budget_hours: Annotated[
@@ -63,8 +60,8 @@ def warm(
     elif budget_hours is not None or budget_bytes is not None or actors > 1:
         raise ConfigError("actors and budgets are for a pool; add --ray, or leave them out")
     given = settings.engine()
-    if ray and not set(_SHARED_TIERS) & given.keys():
-        raise ConfigError("actors share what they compute; give --remote-url or --object-url, where all can write")
+    if ray and "remote_url" not in given:
+        raise ConfigError("actors share what they compute; give --remote-url, where all can write")
     if not set(_TIERS) & given.keys():
         raise ConfigError("the KV would be gone with this process; give --disk-cache-dir or --remote-url to keep it")
     beginning = _text_of(head) if head is not None else None

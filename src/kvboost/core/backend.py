@@ -103,11 +103,3 @@ class Runner(Protocol):
     def append(self, ids: torch.Tensor, cache: Any, *, logits: bool) -> torch.Tensor | None:
         """Compute uploaded ``ids`` behind what the cache holds. Returns the last one's logits [vocab] if ``logits``."""
         ...
-
-
-class JointRunner(Protocol):
-    """Forward passes of one model over several sequences at once."""
-
-    def append(self, tokens: Sequence[Sequence[int]], caches: Sequence[Any]) -> torch.Tensor:
-        """Compute ``tokens`` of each sequence behind what its cache holds. Returns their last logits, [n, vocab]."""
-        ...

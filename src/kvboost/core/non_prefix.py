@@ -1,30 +1,43 @@
-"""What a prefill asks of non-prefix reuse, as a Protocol, and the answers where there is none.
+"""What is asked of non-prefix reuse, and the answers where there is none.
 
-Implemented by :mod:`kvboost.approx`; the engine asks that for everything else (:mod:`kvboost.engine.optional`).
-Invariant: core does not import it, and works without it.
+:mod:`kvboost.approx` has the reuse itself, as a subclass. Invariant: core does not import it, and works without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
+from kvboost.core.guarded import GuardedStore
 from kvboost.core.spans import ApproxSpans
 from kvboost.core.state import PrefillState
 from kvboost.types import Chunk, KVBlock, LoadReport, NonPrefixReuseStats
 
 
-class NonPrefixReuse(Protocol):
-    """Reuse of chunks from other positions. KV is approximate from the first such chunk on."""
+class NonPrefixReuse:
+    """Reuse of chunks from other positions: none here, but in subclasses.
+
+    KV is approximate from the first such chunk on.
+    """
+
+    is_on = False
+    """Whether it may ever find something."""
+    repositioned_chunks = 0
+
+    def __init__(self, reason: str | None = None) -> None:
+        """``reason`` says why there is none, if the settings would allow it."""
+        self.reason = reason
+
+    def for_tenant(self, store: GuardedStore) -> NonPrefixReuse:
+        """The same for another tenant's store."""
+        return self
 
     def boundaries(self, tokens: Sequence[int]) -> Sequence[int]:
         """Where documents that it knows are cut in a prompt."""
-        ...
+        return ()
 
     def first_wanted(self, chunks: Sequence[Chunk], *, available: int) -> int | None:
         """The first chunk that :meth:`find` would look for; None if it would not look. Changes nothing."""
-        ...
+        return None
 
     def find(
         self, chunks: Sequence[Chunk], *, available: int, prompt_tokens: int, fetched: LoadReport | None = None
@@ -33,69 +46,39 @@ class NonPrefixReuse(Protocol):
 
         With ``fetched`` only those in memory: the others were loaded before, as it reports.
         """
-        ...
+        return None, self.reason
 
     def replay(self, blocks: Mapping[int, KVBlock]) -> ApproxSpans:
         """The spans of a prompt that was prefilled with these blocks before."""
-        ...
+        raise AssertionError("a prompt without repositioned chunks has none to replay")
 
     def repair(self, state: PrefillState) -> str | None:
         """Copy the chunks found for ``state`` into its cache, and fill it up to the last step.
 
         Calls :meth:`PrefillState.repaired`. Returns why it failed, None if it did not; raises nothing.
         """
-        ...
-
-    def keep(self, state: PrefillState) -> int:
-        """Store what was computed behind approximate KV, marked as such. Returns how many blocks were new."""
-        ...
-
-    def observe(self, state: PrefillState) -> None:
-        """Update cost estimates from a prefill whose first token exists."""
-        ...
-
-
-@dataclass(frozen=True)
-class NoApprox:
-    """Exact reuse only. Nothing is found, so there is nothing to replay, repair, keep or observe."""
-
-    reason: str | None = None
-    """Why, if the settings would allow non-prefix reuse."""
-    repositioned_chunks = 0
-
-    def boundaries(self, tokens: Sequence[int]) -> Sequence[int]:
-        """None."""
-        return ()
-
-    def first_wanted(self, chunks: Sequence[Chunk], *, available: int) -> int | None:
-        """None."""
-        return None
-
-    def find(
-        self, chunks: Sequence[Chunk], *, available: int, prompt_tokens: int, fetched: LoadReport | None = None
-    ) -> tuple[ApproxSpans | None, str | None]:
-        """Nothing."""
-        return None, self.reason
-
-    def replay(self, blocks: Mapping[int, KVBlock]) -> ApproxSpans:
-        """Never called."""
-        raise AssertionError("a prompt without repositioned chunks has none to replay")
-
-    def repair(self, state: PrefillState) -> str | None:
-        """Never called."""
         raise AssertionError("nothing was repositioned")
 
     def keep(self, state: PrefillState) -> int:
-        """Nothing."""
+        """Store what was computed behind approximate KV, marked as such. Returns how many blocks were new."""
         return 0
 
     def observe(self, state: PrefillState) -> None:
-        """Nothing."""
+        """Update cost estimates from a prefill whose first token exists."""
+
+    def forget(self) -> None:
+        """Drop what is known of prompts: the store is being cleared."""
+
+    def trust_again(self) -> None:
+        """Reset what checks have shown."""
+
+    def close(self) -> None:
+        """Remove its hooks from the model."""
 
     def stats(self) -> NonPrefixReuseStats:
-        """Off."""
+        """Counts and bounds of the shadow checks."""
         return NonPrefixReuseStats(allowed=False, reason=self.reason, checked=0, differing=0, differing_at_most=1.0)
 
     def describe(self) -> str:
-        """Off, and why."""
+        """One line: on or off, with the settings or the reason."""
         return f"off: {self.reason or 'by the settings'}"

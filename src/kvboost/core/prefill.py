@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvboost.core.backend import Codec, JointRunner, KVCache, Runner
+from kvboost.core.backend import Codec, KVCache, Runner
 from kvboost.core.costs import CostModel, StageClock
 from kvboost.core.guarded import EmptyLease, GuardedStore, JoinedLease, loads_of
 from kvboost.core.keys import PromptKeys
-from kvboost.core.non_prefix import NoApprox, NonPrefixReuse
+from kvboost.core.non_prefix import NonPrefixReuse
 from kvboost.core.spans import ApproxSpans
 from kvboost.core.state import ChunkedPrompt, ExactHits, PrefillState, tokens_by_tier
 from kvboost.core.states import StateLookup, state_chunk
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     import torch
 
 _ASKED_AT_ONCE = 256  # chunks
+
+AppendTogether = Callable[[Sequence[Sequence[int]], Sequence[Any]], "torch.Tensor"]
+"""Computes tokens of several sequences behind what their caches hold. Returns their last logits, [n, vocab]."""
 
 
 class RequestCancelled(Exception):
@@ -62,13 +65,13 @@ class Prefiller:
     rule: StepRule
     """Where forward steps begin and end."""
     costs: CostModel = field(default_factory=CostModel)
-    approx: NonPrefixReuse = field(default_factory=NoApprox)
+    approx: NonPrefixReuse = field(default_factory=NonPrefixReuse)
     state_tokens: int = 0
     """Tokens whose KV is as large as the states of the model's recurrent layers; 0 if it has none."""
 
     def exact_over(self, store: GuardedStore) -> Prefiller:
         """The same over another store with separate workspaces, exact reuse only: for measurements."""
-        return replace(self, store=store, pool=self.pool.for_tenant(), costs=CostModel(), approx=NoApprox())
+        return replace(self, store=store, pool=self.pool.for_tenant(), costs=CostModel(), approx=NonPrefixReuse())
 
     def chunk(
         self, tokens: list[int], boundaries: Sequence[int], *, model: ModelSnapshot | None = None
@@ -369,13 +372,13 @@ class Prefiller:
             self.costs.observe_prefill(forwards=state.forwards, tokens=tokens, seconds=seconds)
 
 
-def finish_together(runner: JointRunner, states: Sequence[PrefillState]) -> torch.Tensor:
+def finish_together(append: AppendTogether, states: Sequence[PrefillState]) -> torch.Tensor:
     """Run the last steps of several prefills in one forward. Returns their last tokens' logits, [states, vocab]."""
     for state in states:
         _check_last_step(state)
     # One upload for all of them, whatever each has on the device.
     tokens = [state.tokens[state.num_computed :] for state in states]
-    logits = runner.append(tokens, [state.cache for state in states])
+    logits = append(tokens, [state.cache for state in states])
     for state in states:
         state.computed(len(state.tokens))
         state.clock.lap("first_token")

@@ -22,23 +22,21 @@ from kvboost.extend import ChunkStore, LayeredStore
 from kvboost.types import NOTHING_LOADED, Fetched
 
 
-class SequenceLimits(Protocol):
+@dataclass(frozen=True)
+class SequenceLimits:
     """How long a model's sequences may get."""
 
-    @property
-    def max_positions(self) -> int | None:
-        """The longest sequence the model supports; None if it has no limit."""
-        ...
+    max_positions: int | None = None
+    """The longest sequence the model supports; None if it has no limit."""
+    exact_limit: int | None = None
+    """Longer prompts are computed without reuse; None if there is no such limit."""
+    exact_limit_reason: str | None = None
+    """Why there is such a limit."""
 
     @property
-    def exact_limit(self) -> int | None:
-        """Longer prompts are computed without reuse; None if there is no such limit."""
-        ...
-
-    @property
-    def exact_limit_reason(self) -> str | None:
-        """Why there is such a limit."""
-        ...
+    def longest_reused(self) -> int | None:
+        """The longest prompt that can be reused; None if there is no limit."""
+        return min((limit for limit in (self.max_positions, self.exact_limit) if limit is not None), default=None)
 
 
 class KVPaging(Protocol):
@@ -105,10 +103,16 @@ class Session:
 
     def prefetch(self, tokens: list[int], boundaries: Sequence[int]) -> Future[int]:
         """Load the stored prefix of a prompt from slower tiers into memory, in the background."""
-        if self.fetches(len(tokens)):
-            assert isinstance(self.store, LayeredStore)
-            return self.store.prefetch(self.prefiller.leading(self.prefiller.chunk(tokens, boundaries)))
-        return nothing_to_fetch()
+        nothing, store = nothing_to_fetch(), self.prefiller.store
+        if not self.fetches(len(tokens)):
+            return nothing
+        chunks = self.prefiller.leading(self.prefiller.chunk(tokens, boundaries))
+
+        def load() -> int:
+            came = store.fetch(chunks)[0].tiers
+            return sum(chunk.end - chunk.start for chunk in chunks if chunk.prefix_key in came)
+
+        return store.in_background(load, tenant=self.tenant, nothing=nothing) or nothing
 
     def fetches(self, tokens: int) -> bool:
         """Whether a prompt of this length may have KV in slower tiers."""

@@ -103,7 +103,6 @@ class PrefillState:
     ) -> None:
         """The cache holds the chunks of ``hits``. It goes back to ``pool`` at the end; without one it is not kept."""
         self.prompt, self.hits, self.rule, self.clock = prompt, hits, rule, clock
-        self.state_ends = hits.state_ends
         self._states: dict[int, tuple[torch.Tensor, ...]] = {}
         self._cache, self._pool = cache, pool
         self.paged = False
@@ -165,12 +164,12 @@ class PrefillState:
         if self._spans is not None:
             moved, rest = self._plan.moved[-1], self._plan.segments[-1]
             return repair_end(len(self.tokens), moved_end=moved.end, cut_end=rest.start)
-        return self.rule.last_step(max(self._plan.exact_tokens, *self.state_ends, 0), len(self.tokens))
+        return self.rule.last_step(max(self._plan.exact_tokens, *self.hits.state_ends, 0), len(self.tokens))
 
     def step_end(self, limit: int, *, start: int | None = None) -> int:
         """Where the step that begins at ``start``, or the next one, ends: at ``limit`` at the latest."""
         start = self._num_computed if start is None else start
-        kept = (end for end in self.state_ends if end > start)
+        kept = (end for end in self.hits.state_ends if end > start)
         return self.rule.step_end(start, min(limit, next(kept, limit)))
 
     @property
@@ -223,7 +222,7 @@ class PrefillState:
             self._num_exact = end
         self._num_computed = end
         self.forwards += 1
-        if end in self.state_ends and self._num_exact == end:
+        if end in self.hits.state_ends and self._num_exact == end:
             self._states[end] = tuple(tensor.clone() for tensor in self._cache.states())
 
     def reposition(self, spans: ApproxSpans) -> None:

@@ -16,9 +16,9 @@ from kvboost.core.chunking import chunk_size_for, make_chunker
 from kvboost.core.costs import CostModel
 from kvboost.core.guarded import GuardedStore
 from kvboost.core.keys import PromptKeys
-from kvboost.core.non_prefix import NoApprox
+from kvboost.core.non_prefix import NonPrefixReuse
 from kvboost.core.prefill import Prefiller
-from kvboost.core.session import KVBudget, Session
+from kvboost.core.session import KVBudget, SequenceLimits, Session
 from kvboost.core.workspaces import WorkspacePool
 from kvboost.engine import optional
 from kvboost.engine.memory import default_budgets, with_budgets
@@ -49,17 +49,6 @@ class Assembly:
     session: Session
     """The session of the engine's own tenant."""
 
-    @property
-    def weights(self) -> str:
-        """The digest of the model's weights."""
-        return self.identity.snapshot().fields["weights"]
-
-    @property
-    def max_tokens(self) -> int | None:
-        """The longest prompt that can be reused; None if there is no limit."""
-        limits = [limit for limit in (self.facts.max_positions, self.facts.exact_limit) if limit is not None]
-        return min(limits, default=None)
-
     def open_session(self, tenant: str) -> Session:
         """Another tenant's keys, store and workspaces around the same model."""
         own = self.session.prefiller
@@ -68,17 +57,13 @@ class Assembly:
         if self.stores is not None:
             store = self.stores.open(tenant, root=keys.namespace())
         guarded = GuardedStore(store)
-        approx = optional.non_prefix(self.session)
-        if not isinstance(approx, NoApprox):
-            approx = approx.for_tenant(guarded)
-        prefiller = replace(own, keys=keys, store=guarded, pool=own.pool.for_tenant(), approx=approx)
+        approx, pool = own.approx.for_tenant(guarded), own.pool.for_tenant()
+        prefiller = replace(own, keys=keys, store=guarded, pool=pool, approx=approx)
         return replace(self.session, tenant=tenant, store=store, prefiller=prefiller)
 
     def close(self) -> None:
         """Remove all hooks from the model, and compute as it does."""
-        approx = optional.non_prefix(self.session)
-        if not isinstance(approx, NoApprox):
-            approx.close()
+        self.session.prefiller.approx.close()
         self.runner.tiles = None
 
 
@@ -152,7 +137,7 @@ def assemble(runner: ModelRunner, tokenizer: Any, *, config: EngineConfig, store
     costs = CostModel()
     stores: Stores | None = None
     if store is None:
-        share = 0.0 if isinstance(approx, NoApprox) else approx.recomputed_share
+        share = 0.0 if isinstance(approx, NonPrefixReuse) else approx.recomputed_share
         stores = Stores(config, layout=facts.layout, codec=codec, costs=costs, repaired_share=share)
         store = stores.open(config.tenant, root=keys.namespace())
     prefiller = Prefiller(
@@ -165,12 +150,11 @@ def assemble(runner: ModelRunner, tokenizer: Any, *, config: EngineConfig, store
         costs=costs,
         state_tokens=-(-facts.layout.state_bytes // facts.layout.bytes_per_token),
     )
-    if isinstance(approx, NoApprox):
-        prefiller = replace(prefiller, approx=approx)
-    else:
-        reuse = approx.reuse(prefiller, runner, facts.layout, force=config.force_approx)
-        prefiller = replace(prefiller, approx=reuse)
-    session = Session(config.tenant, store, prefiller, facts, budget, config.reuse_generated)
+    if not isinstance(approx, NonPrefixReuse):
+        approx = approx.reuse(prefiller, runner, facts.layout, force=config.force_approx)
+    prefiller = replace(prefiller, approx=approx)
+    limits = SequenceLimits(facts.max_positions, facts.exact_limit, facts.exact_limit_reason)
+    session = Session(config.tenant, store, prefiller, limits, budget, config.reuse_generated)
     return Assembly(config, runner, facts, identity, chunker, stores, session)
 
 
@@ -183,7 +167,7 @@ def _check_given(store: Any, config: EngineConfig) -> None:
             else ""
         )
         raise ConfigError(f"store must be a ChunkStore, got {type(store).__name__}{hint}")
-    for name in ("tenant_bytes", "max_chunks", "disk_cache_dir", "remote_url", "object_url", "host_cache_bytes"):
+    for name in ("tenant_bytes", "max_chunks", "disk_cache_dir", "remote_url", "host_cache_bytes"):
         if getattr(config, name) and getattr(config, name) != AUTO:
             raise ConfigError(f"{name} is for a store of the engine's own; leave it out, or leave store out")
 

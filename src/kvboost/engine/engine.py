@@ -7,22 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from kvboost.capacity import MemoryEstimate
 from kvboost.config import parse_bytes
 from kvboost.core.costs import StageClock
-from kvboost.core.non_prefix import NoApprox
 from kvboost.core.session import Session, nothing_to_fetch
 from kvboost.engine.assembly import checked_config, split_settings
-from kvboost.engine.estimate import estimate_engine
-from kvboost.engine.optional import non_prefix
 from kvboost.engine.parts import EngineParts
+from kvboost.engine.score import score_many
 from kvboost.engine.single import Request, prefill_only, warm
-from kvboost.engine.stats import store_stats, verify
+from kvboost.engine.stats import store_stats
 from kvboost.engine.tenants import TenantView
 from kvboost.engine.text_stream import PieceStream, PieceStreamer
 from kvboost.errors import ConfigError
@@ -31,12 +27,13 @@ from kvboost.hf.adapters import AS_SET, AdapterName
 from kvboost.hf.loading import ModelSource
 from kvboost.hf.prompt import Messages, Prompt
 from kvboost.offload.weights.load import load_model
-from kvboost.types import GenerationMode, GenerationResult, PrefillResult
+from kvboost.types import GenerationMode, GenerationResult, PrefillResult, Score
 
 if TYPE_CHECKING:
     from kvboost.approx.calibration import Calibration
 
 _REUSE = GenerationMode.CHUNK_KV_REUSE
+_SET_QUALITY = "quality is exact; set it to 'auto', 'high' or 'fast'"
 
 
 class KVBoost(TenantView):
@@ -56,6 +53,10 @@ class KVBoost(TenantView):
         stats, model = store_stats(self._store, self._share), self.model.config.model_type
         reuse = f"quality={self.config.quality!r}" if self.parts.refusal is None else "no reuse"
         return f"<KVBoost {model}, {self.model.dtype}, {reuse}: {stats.chunks} chunks, {stats.bytes / 1e6:.1f} MB>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself: a model that :func:`kvboost.attach` was given may be copied, and an engine is of one model."""
+        return self
 
     @classmethod
     def from_pretrained(
@@ -192,9 +193,9 @@ class KVBoost(TenantView):
         At most ``max_new_tokens`` new tokens; without it ``max_length`` or a ``generation_config`` decides, else
         64. ``temperature=0`` is greedy. Everything else goes to ``model.generate`` and means what it means
         there: top_p, top_k, min_p, penalties, stop_strings, streamer, logits_processor, stopping_criteria,
-        num_beams, ... Arguments that would change the prompt's KV are refused. A draft given here
-        (``assistant_model``, ``prompt_lookup_num_tokens``) replaces the engine's own;
-        ``assistant_model=None`` disables it. Other assisted decoding runs without reuse, and the result says so.
+        num_beams, ... Arguments that would change the prompt's KV are refused. With ``assistant_model``
+        or ``prompt_lookup_num_tokens`` a draft proposes tokens, and the model verifies several in one pass. Other
+        assisted decoding runs without reuse, and the result says so.
         """
         clock = StageClock()
         options = {**generate_kwargs, "max_new_tokens": max_new_tokens, "temperature": temperature}
@@ -259,10 +260,10 @@ class KVBoost(TenantView):
     ) -> list[GenerationResult]:
         """Generate for several prompts together; a prefix they share is computed once.
 
-        A batch runs other matrix shapes than a single request, so its numbers may round differently. The engine's
-        draft is not used. One after another, as by :meth:`generate`, run prompts whose KV exceeds ``kv_bytes``, models
-        without reuse, ``mode=BASELINE`` and what only Transformers' own loop can do: beams, several sequences of a
-        prompt, streamers, output objects, and ``logits_processor`` or ``stopping_criteria``, which see one prompt then.
+        A batch runs other matrix shapes than a single request, so its numbers may round differently. One after
+        another, as by :meth:`generate`, run prompts whose KV exceeds ``kv_bytes``, models without reuse,
+        ``mode=BASELINE`` and what only Transformers' own loop can do: beams, several sequences of a prompt, streamers,
+        output objects, and ``logits_processor`` or ``stopping_criteria``, which see one prompt then.
         """
         if isinstance(prompts, str):
             raise ConfigError("generate_batch() takes a list of prompts; give [text], or generate() for a single one")
@@ -274,6 +275,33 @@ class KVBoost(TenantView):
         with self._running(adapter):
             return self.parts.batches.run(self.session, [replace(request, tokens=tokens) for tokens in encoded], mode)
 
+    # Scoring
+
+    def score(self, context: Prompt, continuations: Sequence[Prompt], *, adapter: AdapterName = AS_SET) -> list[Score]:
+        """How probable each of ``continuations`` is after ``context``, whose KV is reused and stored.
+
+        Texts are encoded together with the context and cut where it ends; spaces at its end go to the continuations,
+        as in EleutherAI's harness. All continuations run in one step over one copy of the context's KV where the
+        model's numerics allow it. Approximate KV is never used, whatever the settings. A score has the same bits
+        warm and cold, alone and beside others, where ``kvboost doctor`` says bitwise.
+        """
+        (found,) = self.score_many([(context, continuations)], adapter=adapter, progress=False)
+        return found
+
+    def score_many(
+        self,
+        pairs: Iterable[tuple[Prompt, Sequence[Prompt]]],
+        *,
+        adapter: AdapterName = AS_SET,
+        progress: bool = True,
+    ) -> list[list[Score]]:
+        """As :meth:`score`, for many contexts with their continuations. The results are in the order given.
+
+        Contexts that begin alike run one after another, so that what they share is read once however small the memory.
+        """
+        with self._running(adapter):
+            return score_many(self.parts, self.session, list(pairs), progress=progress)
+
     def _request(
         self, tokens: list[int], clock: StageClock, options: dict[str, Any], **prefill_options: Any
     ) -> Request:
@@ -281,15 +309,8 @@ class KVBoost(TenantView):
         return self.parts.generator.request(tokens, options, **prefill_options)
 
     def _generate(self, request: Request, mode: GenerationMode, clock: StageClock) -> GenerationResult:
-        generator, draft = self.parts.generator, self.parts.draft
-        if draft is not None and mode is not GenerationMode.BASELINE:
-            request = generator.with_draft(request, draft, self.session)
         with self._running(request.adapter):
-            return generator.run(self.session, request, mode, clock)
-
-    def _running(self, adapter: AdapterName) -> AbstractContextManager[None]:
-        self._check_open()
-        return self.parts.running(adapter)
+            return self.parts.generator.run(self.session, request, mode, clock)
 
     # Adapters and weights
 
@@ -351,40 +372,19 @@ class KVBoost(TenantView):
             result.save(save_to)
         return result
 
-    def verify_correctness(self, prompt: Prompt | None = None) -> bool:
-        """Whether a warm run of ``prompt`` equals a cold one to the last bit, logits and KV.
-
-        Runs with a separate store; the engine's own is neither changed nor checked. False if nothing was reused, so
-        that it cannot pass without a comparison.
-        """
-        if self.session is None:
-            return False
-        with self._running(AS_SET):
-            return verify(self.session, self.parts, self.encode(prompt) if prompt is not None else None)
-
-    def estimate_memory(self, *, context: int, batch: int = 1, stored_tokens: int | None = None) -> MemoryEstimate:
-        """The peak memory of ``batch`` concurrent requests with ``context`` tokens each, prompt and answer.
-
-        Counts all caches as full unless ``stored_tokens`` gives the number of stored tokens. The rest of the process is
-        measured. ``kvboost doctor`` estimates without loading the model. A draft and its KV come on top.
-        """
-        return estimate_engine(self.parts, self.session, context=context, batch=batch, stored_tokens=stored_tokens)
-
     def allow_non_prefix_reuse(self) -> None:
         """Reset the shadow checks' counts, and allow non-prefix reuse again if they had stopped it.
 
         With ``quality="auto"`` it starts the trial again instead: answers are exact until non-prefix reuse has earned
         its place anew, also if it had earned it, and what was kept in the cache directory is overwritten.
         """
-        approx = non_prefix(self.session)
-        if not isinstance(approx, NoApprox):
-            approx.guard.reset()
+        if self.session is not None:
+            self.session.prefiller.approx.trust_again()
 
     def _session_with_approx(self, otherwise: str) -> Session:
         """The session, or ConfigError without non-prefix reuse."""
-        approx = non_prefix(self.session, self.parts.refusal)
-        if isinstance(approx, NoApprox):
-            reason = approx.reason or "quality is exact; set it to 'auto', 'high' or 'fast'"
-            raise ConfigError(f"{otherwise} ({reason})")
-        assert self.session is not None
-        return self.session
+        session = self.session
+        if session is None or not session.prefiller.approx.is_on:
+            reason = session.prefiller.approx.reason if session is not None else self.parts.refusal
+            raise ConfigError(f"{otherwise} ({reason or _SET_QUALITY})")
+        return session

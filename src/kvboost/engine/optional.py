@@ -7,32 +7,28 @@ the missing package is reported. They are imported only if a setting needs them.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from kvboost.config import EngineConfig
-from kvboost.core.non_prefix import NoApprox
-from kvboost.core.session import KVPaging, Session
+from kvboost.core.non_prefix import NonPrefixReuse
+from kvboost.core.session import KVPaging
 from kvboost.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvboost.approx.find import ApproxReuse
     from kvboost.approx.setup import ApproxSettings
 
 
-def approx_settings(config: EngineConfig, *, weights: str, family: str, conditions: str) -> ApproxSettings | NoApprox:
-    """The settings for a model with these weights, ``model_type``, codec and chunking; a NoApprox if it is off."""
+def approx_settings(
+    config: EngineConfig, *, weights: str, family: str, conditions: str
+) -> ApproxSettings | NonPrefixReuse:
+    """The settings for a model with these weights, ``model_type``, codec and chunking; off is what finds none."""
     if config.quality == "exact" and config.calibration is None:
-        return NoApprox()
+        return NonPrefixReuse()
     try:
         from kvboost.approx import setup
     except ModuleNotFoundError as error:
-        return NoApprox(f"the package {error.name} is not installed")
+        return NonPrefixReuse(f"the package {error.name} is not installed")
     return setup.approx_settings(config, weights=weights, family=family, conditions=conditions)
-
-
-def non_prefix(session: Session | None, refusal: str | None = None) -> ApproxReuse | NoApprox:
-    """A session's non-prefix reuse; without a session there is none, because of ``refusal``."""
-    return cast("ApproxReuse | NoApprox", session.prefiller.approx) if session is not None else NoApprox(refusal)
 
 
 def check_approx_settings(config: EngineConfig) -> None:

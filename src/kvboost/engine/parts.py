@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -22,22 +22,21 @@ import torch
 from kvboost.capacity import MAX_STEP
 from kvboost.config import EngineConfig
 from kvboost.core.chunking import FixedChunker
-from kvboost.core.non_prefix import NoApprox
 from kvboost.core.prefill import Prefiller
 from kvboost.core.spans import ApproxSpans
 from kvboost.core.state import ChunkedPrompt
 from kvboost.engine.assembly import Assembly, assemble
 from kvboost.engine.batches import Batches
 from kvboost.engine.single import Generator
-from kvboost.errors import ClosedError, ConfigError, UnsupportedModelError
+from kvboost.errors import ConfigError, UnsupportedModelError
 from kvboost.extend import ChunkStore
 from kvboost.hf.adapters import AS_SET, AdapterName, Adapters
-from kvboost.hf.cache import KVLayout
-from kvboost.hf.draft import Draft, make_draft
 from kvboost.hf.environment import pinned_sdpa
 from kvboost.hf.fingerprint import decoding_changes_prefill
 from kvboost.hf.prompt import PromptEncoder
 from kvboost.hf.runner import ModelRunner
+from kvboost.hf.scoring import Scorer
+from kvboost.scheduler.jobs import ModelParts
 
 if TYPE_CHECKING:
     from kvboost.approx.shadow import ShadowChecks
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 _QUIET_S = 0.2  # a batch runner leaves its model for a moment between two steps
 
 
-class EngineParts:
+class EngineParts(ModelParts):
     """The parts of one engine that do not belong to a tenant. Thread-safe."""
 
     def __init__(self, model: Any, tokenizer: Any, *, config: EngineConfig, store: ChunkStore | None) -> None:
@@ -56,15 +55,13 @@ class EngineParts:
             raise ConfigError("the model is in training mode, where dropout changes every answer; call model.eval()")
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self.given_store = store
-        self.draft: Draft | None = None
-        if config.draft is not None:
-            self.draft = make_draft(config.draft, model=model, tokenizer=tokenizer)
         self.runner = ModelRunner(model)
         self.assembly, self.refusal = self._assemble(store)
         self.chunker = self.assembly.chunker if self.assembly is not None else FixedChunker(config.chunk_tokens)
         if self.assembly is not None:
             self.config = self.assembly.config  # with a number for every size
         facts = self.assembly.facts if self.assembly is not None else None
+        self.layout = facts.layout if facts is not None else None
         # Length-dependent RoPE keeps its frequencies on the module. On an accelerator the decode loop of a mixture of
         # experts switches its kernels. Requests of such models must not overlap.
         exclusive = facts is not None and (facts.exact_limit is not None or decoding_changes_prefill(model))
@@ -73,14 +70,14 @@ class EngineParts:
         self.adapters = Adapters(model, self.assembly.identity) if self.assembly is not None else None
         self._activity = Activity()
         uncounted = partial(_running, self.adapters, lock, devices)
-        self.running: Callable[..., AbstractContextManager[None]] = partial(_counted, self._activity, uncounted)
-        """``with running(adapter)``: the model uses this adapter until the end of the block."""
+        self.running = partial(_counted, self._activity, uncounted)
         self.encoder = PromptEncoder(
             tokenizer,
             max_tokens=facts.max_positions if facts is not None else None,
             vocab_size=model.get_input_embeddings().weight.shape[0],
         )
         self.shadow = self._shadow_checks(uncounted)
+        self.offer_check = self._offer_check
         self.generator = Generator(
             self.runner,
             encoder=self.encoder,
@@ -90,7 +87,6 @@ class EngineParts:
             refusal=self.refusal,
         )
         self.batches = Batches(self.generator, encoder=self.encoder, tokenizer=tokenizer, parts=self)
-        self.closed = False
 
     def _assemble(self, store: ChunkStore | None) -> tuple[Assembly | None, str | None]:
         try:
@@ -107,7 +103,7 @@ class EngineParts:
         if self.config.checked_share <= 0.0 or self.assembly is None:
             return None
         prefiller = self.assembly.session.prefiller
-        if isinstance(prefiller.approx, NoApprox):
+        if not prefiller.approx.is_on:
             return None
         from kvboost.approx.shadow import shadow_checks
 
@@ -117,30 +113,17 @@ class EngineParts:
             weakref.finalize(self, shadow.stop)
         return shadow
 
-    @property
-    def layout(self) -> KVLayout | None:
-        """The layout of the model's KV; None for a model without reuse."""
-        return self.assembly.facts.layout if self.assembly is not None else None
+    @cached_property
+    def scorer(self) -> Scorer:
+        """What scores texts after a prefill."""
+        layout = self.layout
+        assert layout is not None
+        return Scorer(self.runner, layout, max_step=self.max_step)
 
     @property
     def max_step(self) -> int:
         """Tokens that one step of a prefill computes, at most."""
         return self.assembly.session.prefiller.rule.max_tokens if self.assembly is not None else MAX_STEP
-
-    @property
-    def epoch(self) -> int:
-        """Changes with every known change of adapters or weights."""
-        return self.adapters.epoch if self.adapters is not None else 0
-
-    @property
-    def active_adapters(self) -> tuple[str, ...]:
-        """The adapters that the model uses now."""
-        return self.adapters.active if self.adapters is not None and self.adapters.names else ()
-
-    @property
-    def loaded_adapters(self) -> tuple[str, ...]:
-        """The adapters that requests may name."""
-        return self.adapters.names if self.adapters is not None else ()
 
     def owned_adapters(self) -> Adapters:
         """The model's adapters, or ConfigError for a model without reuse."""
@@ -148,15 +131,14 @@ class EngineParts:
             raise ConfigError(f"this engine does not manage adapters ({self.refusal}); use PEFT's methods")
         return self.adapters
 
-    def offer_check(
+    def _offer_check(
         self,
         prefiller: Prefiller,
         prompt: ChunkedPrompt,
         spans: ApproxSpans | None,
         produced: Sequence[int],
-        adapter: AdapterName = AS_SET,
+        adapter: AdapterName,
     ) -> None:
-        """Offer a finished request for a shadow check, if anything was or could have been repositioned in it."""
         if self.shadow is None or spans is None:
             return
         from kvboost.approx.shadow import ServedRequest
@@ -175,20 +157,10 @@ class EngineParts:
                 "the store was given to this engine, which cannot tell tenants apart in it; remove them there"
             )
 
-    def purge(self, tenant: str) -> None:
-        """Remove a tenant from every tier below the memory."""
+    def purge(self, tenant: str | None) -> None:
+        """Remove a tenant, or all, from every tier below the memory."""
         if self.assembly is not None and self.assembly.stores is not None:
             self.assembly.stores.purge(tenant)
-
-    def purge_all(self) -> None:
-        """Remove every tenant from every tier below the memory."""
-        if self.assembly is not None and self.assembly.stores is not None:
-            self.assembly.stores.purge_all()
-
-    def check_open(self) -> None:
-        """Raise ClosedError once the engine was closed."""
-        if self.closed:
-            raise ClosedError("this engine was closed; make a new one around the model")
 
     def close(self) -> None:
         """Stop the shadow checks and remove all hooks from the model."""

@@ -15,13 +15,10 @@ from typing import Any
 import torch
 
 from kvboost.core.costs import StageClock
-from kvboost.core.prefill import Prefiller
 from kvboost.core.session import Session
-from kvboost.core.spans import ApproxSpans
-from kvboost.core.state import ChunkedPrompt, PrefillState
+from kvboost.core.state import PrefillState
 from kvboost.errors import CapacityError, UnsupportedModelError
 from kvboost.hf.adapters import AS_SET, AdapterName
-from kvboost.hf.draft import Draft
 from kvboost.hf.generate import (
     end_token_ids,
     reads_prompt_again,
@@ -34,17 +31,13 @@ from kvboost.hf.generate import (
 from kvboost.hf.probe import ModelFacts
 from kvboost.hf.prompt import PromptEncoder
 from kvboost.hf.runner import ModelRunner
+from kvboost.scheduler.jobs import OfferCheck
 from kvboost.types import GenerationMode, GenerationResult, PrefillResult, ReuseReport
 
 _CAPACITY_AFTER_PREFILL = 64  # tokens, in a cache that is given away
 _MAX_TOKENS_AHEAD = 1024  # capacity for a reply made in advance; a longer one grows the cache as it comes
 _OPTIONAL = ("max_new_tokens", "temperature", "streamer")  # None means: not given
 _CALLER_OWNS_CACHE = "prefill() gives all of it away: use generate()"
-_NO_DRAFT = "it ran without the engine's draft, as pages take no tokens back"
-
-
-OfferCheck = Callable[[Prefiller, ChunkedPrompt, ApproxSpans | None, Sequence[int], AdapterName], None]
-"""Called with a prompt, what was or could have been repositioned in it, the tokens generated after it, the adapter."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +49,6 @@ class Request:
     arguments: dict[str, Any]
     cancelled: Callable[[], bool] = lambda: False
     adapter: AdapterName = AS_SET
-    note: str | None = None
-    """A note for the report of its reuse."""
 
     @property
     def max_new_tokens(self) -> int:
@@ -93,6 +84,10 @@ def prefill_only(
         prefiller.commit(state)
         clock.lap("commit")
         return PrefillResult(logits, state.detach(), state.report())
+
+
+def _no_reuse(tokens: list[int], clock: StageClock, reason: str | None) -> ReuseReport:
+    return ReuseReport(0, 0, 0, len(tokens), bitwise=True, timings_ms=clock.stages(), reason=reason)
 
 
 def open_prefill(
@@ -242,26 +237,20 @@ class Generator:
             reason = reads_prompt_again(self._model, request.arguments)
         return (session, None) if reason is None else (None, reason)
 
-    def with_draft(self, request: Request, draft: Draft, session: Session | None) -> Request:
-        """The request with the engine's draft, unless its KV goes into pages."""
-        drafted = draft.added_to(request.arguments, model=self._model, prompt_tokens=len(request.tokens))
-        if drafted is request.arguments:
-            return request
-        if session is not None and not session.budget.fits(request.total_tokens):
-            return replace(request, note=_NO_DRAFT)
-        return replace(request, arguments=drafted)
-
     def _check_plain(self, session: Session, request: Request, reason: str | None) -> None:
         """Raise CapacityError for a request without reuse whose KV exceeds ``kv_bytes``."""
-        copies = self._copies(request)
+        copies = self.copies(request.arguments)
         why = "there are several sequences of it" if copies > 1 else reason or "mode BASELINE keeps all of it"
         session.budget.check(request.total_tokens, sequences=copies, why=why)
 
     def _plain(self, request: Request, clock: StageClock, *, reason: str | None) -> GenerationResult:
         """Plain Transformers."""
         watch = FirstToken(clock, cancelled=request.cancelled)
-        report = ReuseReport(0, 0, 0, len(request.tokens), bitwise=True, reason=reason)
-        return self.answer(request.tokens, None, request.arguments, watch, report)
+
+        def report() -> ReuseReport:
+            return _no_reuse(request.tokens, clock, reason)
+
+        return self._answer(request.tokens, None, request.arguments, watch, report)
 
     def prefill_plain(
         self, session: Session | None, tokens: list[int], clock: StageClock, *, reason: str | None
@@ -271,12 +260,11 @@ class Generator:
             session.budget.check(len(tokens) + _CAPACITY_AFTER_PREFILL, why=_CALLER_OWNS_CACHE)
         logits, cache = self._runner.prefill_plain(tokens)
         clock.lap("first_token")
-        report = ReuseReport(0, 0, 0, len(tokens), bitwise=True, timings_ms=clock.stages(), reason=reason)
-        return PrefillResult(logits, cache, report)
+        return PrefillResult(logits, cache, _no_reuse(tokens, clock, reason))
 
     def _reuse(self, session: Session, request: Request, clock: StageClock, *, approx: bool) -> GenerationResult:
         """Prefill with the stored KV, decode, and store what is new."""
-        total, copies, budget = request.total_tokens, self._copies(request), session.budget
+        total, copies, budget = request.total_tokens, self.copies(request.arguments), session.budget
         if speculates(self._model, request.arguments):
             budget.check(total, why="a draft takes tokens back, which pages do not")
         if copies > 1:
@@ -289,8 +277,6 @@ class Generator:
             new_tokens=request.max_new_tokens,
             approx=approx,
         ) as state:
-            if request.note is not None:
-                state.explain(request.note)
             result = self._decode(session, state, request, copies)
             self._offer_check(session.prefiller, state.prompt, state.take_checked(), result.token_ids, request.adapter)
         return result
@@ -318,7 +304,7 @@ class Generator:
         )
         left = len(state.tokens) - state.num_computed
         with self._runner.first_forward(state.cache, left) if alone else nullcontext():
-            result = self.answer(state.tokens, state.cache, request.arguments, watch, state.report())
+            result = self._answer(state.tokens, state.cache, request.arguments, watch, state.report)
         if getattr(result.raw, "past_key_values", None) is state.cache:
             if state.paged:  # its pages are freed with the request
                 result = replace(result, raw=replace(result.raw, past_key_values=None))
@@ -326,13 +312,19 @@ class Generator:
                 state.detach()  # the caller owns it now
         if session.keeps_decoded and copies == 1:
             prefiller.commit_decoded(state, result.token_ids)
-        return replace(result, reuse=state.report())
+        return result
 
-    def _copies(self, request: Request) -> int:
-        return sequences_per_prompt(self._model, request.arguments)
+    def copies(self, arguments: dict[str, Any]) -> int:
+        """How many sequences are made of one prompt."""
+        return sequences_per_prompt(self._model, arguments)
 
-    def answer(
-        self, prompt: list[int], cache: Any, arguments: dict[str, Any], watch: FirstToken, report: ReuseReport
+    def _answer(
+        self,
+        prompt: list[int],
+        cache: Any,
+        arguments: dict[str, Any],
+        watch: FirstToken,
+        report: Callable[[], ReuseReport],
     ) -> GenerationResult:
         """Let Transformers decode. ``cache`` holds the prompt up to its last step; None if nothing is cached."""
         if arguments.get("streamer") is not None:
@@ -361,7 +353,7 @@ class Generator:
             finish_reason=finish_reason,
             ttft_ms=watch.ttft_ms if watch.ttft_ms is not None else watch.clock.elapsed_ms,
             total_ms=watch.clock.elapsed_ms,
-            reuse=replace(report, timings_ms=watch.clock.stages()),
+            reuse=report(),
             raw=decoded.raw,
             speculation=decoded.speculation,
         )

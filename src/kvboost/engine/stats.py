@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvboost.core.guarded import GuardedStore
+from kvboost.core.non_prefix import NonPrefixReuse
 from kvboost.core.session import Session
 from kvboost.core.verify import warm_equals_cold
-from kvboost.engine.optional import non_prefix
 from kvboost.engine.parts import EngineParts
 from kvboost.engine.stores import Stores
 from kvboost.extend import ChunkStore
@@ -31,7 +31,7 @@ def cache_stats(stats: StoreStats, store: ChunkStore, *, session: Session | None
     """A tenant's counters in the store, and the engine's own. Hits and misses count looked-up chunks."""
     lookups = stats.hits + stats.misses
     prefiller = session.prefiller if session is not None else None
-    approx = non_prefix(session, parts.refusal)
+    approx = prefiller.approx if prefiller is not None else NonPrefixReuse(parts.refusal)
     stores = parts.assembly.stores if parts.assembly is not None else None
     tiers = tier_states(store, stores).values()
     repositioned = approx.repositioned_chunks
@@ -64,7 +64,7 @@ def describe(parts: EngineParts, session: Session | None) -> dict[str, str]:
         lines |= {"exact reuse": f"off: {parts.refusal}", "non-prefix reuse": "off: it needs exact reuse"}
     else:
         lines |= _describe_reuse(parts, session)
-    return lines if parts.draft is None else {**lines, "draft": parts.draft.name}
+    return lines
 
 
 def _describe_reuse(parts: EngineParts, session: Session) -> dict[str, str]:
@@ -78,7 +78,7 @@ def _describe_reuse(parts: EngineParts, session: Session) -> dict[str, str]:
     if budget.limit is not None:
         paged = f"more goes to pages of {budget.paging.page_tokens} tokens" if budget.paging else "more is refused"
         lines["KV of a request"] = f"at most {budget.limit} bytes; {paged}"
-    lines["non-prefix reuse"] = non_prefix(session).describe()
+    lines["non-prefix reuse"] = session.prefiller.approx.describe()
     return lines
 
 
@@ -89,7 +89,7 @@ def verify(session: Session, parts: EngineParts, prompt: list[int] | None) -> bo
     if prompt is None:
         length = max(config.chunk_tokens * 5, 2 * (session.prefiller.rule.grid or 0)) + 1  # on a grid, whole steps
         made_up = [(i * 7919 + i * i) % vocab for i in range(length)]
-        prompt = parts.encoder.encode(made_up[: parts.assembly.max_tokens])
+        prompt = parts.encoder.encode(made_up[: session.limits.longest_reused])
     layout = parts.assembly.facts.layout
     store = MemoryStore(2 * len(prompt) * layout.bytes_per_token + 16 * layout.state_bytes)
     prefiller = session.prefiller.exact_over(GuardedStore(store))

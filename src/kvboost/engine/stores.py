@@ -1,8 +1,8 @@
 """The configured store, memory and the tiers below it, and each tenant's share of it.
 
 Made once when an engine is assembled. Invariants: a tier returns only blocks written for this model, this tenant and
-these settings; all tenants together stay within the limits of memory, directory and bucket (an object store's is per
-tenant, a shared server's is its own), and share one store, its connections and its threads.
+these settings; all tenants together stay within the limits of memory and directory (a shared server's is its own),
+and share one store, its connections and its threads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from kvboost.store import (
     HostTier,
     LoadRules,
     MemoryStore,
-    ObjectTier,
     RecordFormat,
     RedisTier,
     TieredStore,
@@ -45,7 +44,7 @@ _MAX_QUEUE_BYTES = 512 * 2**20
 _PAGES_PER_CHUNK = 16  # of the host tier: half a page of each record is empty on average
 _PAGE_BYTES = (2**16, 2**21)  # at least and at most: copies of less are bound by how many there are
 
-LastingTier = DiskTier | RedisTier | ObjectTier
+LastingTier = DiskTier | RedisTier
 
 
 OwnStore = MemoryStore | TieredStore
@@ -96,7 +95,11 @@ class Stores:
         # What waits to be written may have left the memory, so it has a share of the same budget.
         queue_bytes = min(_MAX_QUEUE_BYTES, int(config.cache_bytes) // _QUEUE_SHARE) if tiers else 0
         memory = MemoryStore(
-            int(config.cache_bytes) - queue_bytes, max_chunks=config.max_chunks, quota_bytes=quota, owner=config.tenant
+            int(config.cache_bytes) - queue_bytes,
+            max_chunks=config.max_chunks,
+            quota_bytes=quota,
+            owner=config.tenant,
+            states_alone=self._layout.counts,
         )
         if not tiers:
             return memory
@@ -116,22 +119,15 @@ class Stores:
         with self._lock:
             return {tier.name: (tier.is_available, sum(tier.health().values())) for tier in self._tiers}
 
-    def purge(self, tenant: str) -> None:
-        """Remove all blocks of a tenant, of any model, from every tier below the memory.
+    def purge(self, tenant: str | None) -> None:
+        """Remove all blocks of a tenant, or of all, of any model, from every tier below the memory.
 
         Raises StoreError if a tier failed: unlike a lookup, this must not fail silently.
         """
-        self._purge(lambda tier: tier.purge(tenant_digest(tenant)))
-
-    def purge_all(self) -> None:
-        """Remove all blocks of all tenants, of any model, from every tier below the memory. Raises StoreError."""
-        self._purge(lambda tier: tier.purge_all())
-
-    def _purge(self, purge: Callable[[LastingTier], None]) -> None:
         failed = []
         for tier in self._tiers:
             before = tier.health()
-            purge(tier)
+            tier.purge(None if tenant is None else tenant_digest(tenant))
             if tier.health() != before or not tier.is_available:
                 failed.append(tier.name)
         if failed:
@@ -174,9 +170,6 @@ class Stores:
                     timeout_s=config.remote_timeout_seconds,
                 )
             )
-        if config.object_url is not None:
-            limit = _limit(config.object_cache_bytes)
-            tiers.append(ObjectTier(config.object_url, capacity_bytes=limit, records=records, tenant_quota_bytes=quota))
         return tiers
 
     def _compute_seconds(self, tokens: int) -> float:
@@ -190,8 +183,6 @@ def need_packages(config: EngineConfig) -> None:
     needed: dict[str, str] = {}
     if config.remote_url is not None:
         needed["remote_url"] = "mooncake" if config.remote_url.startswith("mooncake:") else "redis"
-    if config.object_url is not None:
-        needed["object_url"] = "s3"
     if config.record_protection == "encrypt":
         needed["record_protection"] = "crypto"
     for setting, extra in needed.items():

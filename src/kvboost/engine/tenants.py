@@ -10,20 +10,22 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Self
 
+from kvboost.capacity import MemoryEstimate
 from kvboost.config import EngineConfig
 from kvboost.core.arrange import ServedPaths
 from kvboost.core.keys import token_array
-from kvboost.core.non_prefix import NoApprox
 from kvboost.core.session import Session
-from kvboost.engine.optional import non_prefix
+from kvboost.engine.estimate import estimate_engine
 from kvboost.engine.parts import EngineParts
-from kvboost.engine.stats import TierState, cache_stats, describe, store_stats, tier_states
+from kvboost.engine.stats import TierState, cache_stats, describe, store_stats, tier_states, verify
 from kvboost.engine.stores import OwnStore
 from kvboost.errors import ConfigError
 from kvboost.extend import ChunkStore, LayeredStore, StoreListener
+from kvboost.hf.adapters import AS_SET, AdapterName
 from kvboost.hf.prompt import Prompt
 from kvboost.store import MemoryStore, TieredStore
 from kvboost.types import CacheStats, HotChunk
@@ -181,6 +183,25 @@ class TenantView:
         """What this engine can do with its model, and why not more; what ``kvboost doctor`` prints."""
         return describe(self.parts, self.session)
 
+    def verify_correctness(self, prompt: Prompt | None = None) -> bool:
+        """Whether a warm run of ``prompt`` equals a cold one to the last bit, logits and KV.
+
+        Runs with a separate store; the engine's own is neither changed nor checked. False if nothing was reused, so
+        that it cannot pass without a comparison.
+        """
+        if self.session is None:
+            return False
+        with self._running(AS_SET):
+            return verify(self.session, self.parts, self.encode(prompt) if prompt is not None else None)
+
+    def estimate_memory(self, *, context: int, batch: int = 1, stored_tokens: int | None = None) -> MemoryEstimate:
+        """The peak memory of ``batch`` concurrent requests with ``context`` tokens each, prompt and answer.
+
+        Counts all caches as full unless ``stored_tokens`` gives the number of stored tokens. The rest of the process is
+        measured. ``kvboost doctor`` estimates without loading the model. A draft and its KV come on top.
+        """
+        return estimate_engine(self.parts, self.session, context=context, batch=batch, stored_tokens=stored_tokens)
+
     # Removing
 
     def purge_tenant(self, tenant: str) -> None:
@@ -206,7 +227,7 @@ class TenantView:
         self.parts.check_purge()
         for view in self.views():
             view.clear()
-        self.parts.purge_all()
+        self.parts.purge(None)
 
     def flush(self) -> None:
         """Return once everything stored so far is as durable as the tiers make it; of an engine, for all tenants."""
@@ -230,9 +251,8 @@ class TenantView:
         """Drop everything stored for this tenant, in every tier. A store passed to the engine is cleared as a whole."""
         if self._root is not None and not self.parts.owns_store:
             raise ConfigError("the store was given to the engine and is shared by all tenants; clear it there")
-        approx = non_prefix(self.session)
-        if not isinstance(approx, NoApprox):
-            approx.forget()  # first: a check must not store again what is cleared now
+        if self.session is not None:
+            self.session.prefiller.approx.forget()  # first: a check must not store again what is cleared now
         if isinstance(self._store, OwnStore):
             self._store.clear(self._share)
         else:
@@ -272,6 +292,10 @@ class TenantView:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _running(self, adapter: AdapterName) -> AbstractContextManager[None]:
+        self._check_open()
+        return self.parts.running(adapter)
 
     def _check_open(self) -> None:
         if self._closed or self.parts.closed:

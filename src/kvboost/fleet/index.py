@@ -77,11 +77,6 @@ class FleetIndex:
         """Of the table."""
         return self._table.nbytes
 
-    @property
-    def replicas(self) -> tuple[str, ...]:
-        """Those that are known."""
-        return tuple(self._bits)
-
     def __len__(self) -> int:
         """How many keys somebody holds."""
         return int(np.count_nonzero(self._table[:, 1:].any(axis=1)))

@@ -12,7 +12,7 @@ import re
 import threading
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -154,13 +154,8 @@ class Adapters:
         self._epoch += 1
 
     def _enter(self, name: AdapterName) -> None:
-        ticket = object()
-        with self._changed:
-            self._waiting.append(ticket)
+        with self._turn(lambda: not self._running or self._in_use == name):
             try:
-                self._changed.wait_for(
-                    lambda: self._waiting[0] is ticket and (not self._running or self._in_use == name)
-                )
                 if not self._running and name is not AS_SET:
                     self._before = AdapterChoice(self._model)
                     choose_adapter(self._model, name)
@@ -169,9 +164,6 @@ class Adapters:
             except BaseException:
                 self._restore()
                 raise
-            finally:
-                self._waiting.remove(ticket)
-                self._changed.notify_all()
 
     def _leave(self) -> None:
         with self._changed:
@@ -190,11 +182,17 @@ class Adapters:
         """Hold exclusive access: no request runs meanwhile."""
         if self._thread_state.__dict__.get("held"):
             raise ConfigError("this thread runs a request, which needs the model unchanged; end the request first")
+        with self._turn(lambda: not self._running):
+            yield
+
+    @contextmanager
+    def _turn(self, is_possible: Callable[[], bool]) -> Iterator[None]:
+        """Wait for one's turn, in order of arrival; nobody else has his meanwhile."""
         ticket = object()
         with self._changed:
             self._waiting.append(ticket)
             try:
-                self._changed.wait_for(lambda: self._waiting[0] is ticket and not self._running)
+                self._changed.wait_for(lambda: self._waiting[0] is ticket and is_possible())
                 yield
             finally:
                 self._waiting.remove(ticket)

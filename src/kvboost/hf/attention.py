@@ -268,6 +268,23 @@ class JointStep(Plan):
         raise UnsupportedAttentionError("it changes its mask")
 
 
+class SharedStep(JointStep):
+    """The same of sequences that go on from one cache: each is written over the one before when its turn comes."""
+
+    def attend(self, call: Call) -> torch.Tensor:
+        """Attention of each sequence to what the cache held before the step, and to itself."""
+        layer, results = _layer_of(call), []
+        new = (torch.split(states, self.rows, dim=2) for states in (call.query, call.key, call.value))
+        for part, (query, key, value), allowed in zip(
+            self.parts, zip(*new, strict=True), self.masks_for(call.mask), strict=True
+        ):
+            cached = part.cache.layers[layer]
+            cached.set_length(part.start)
+            cached.update(key, value)
+            results.append(_attend(part, layer, query, allowed, call.scale))
+        return torch.cat(results, dim=2).transpose(1, 2).contiguous()
+
+
 def _layer_of(call: Call) -> int:
     """Which layer attends. Raises UnsupportedAttentionError where it needs more than a mask."""
     if name := call.more_than_a_mask:

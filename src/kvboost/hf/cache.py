@@ -27,7 +27,15 @@ from transformers.cache_utils import (
 )
 
 from kvboost.capacity import rounded_capacity
-from kvboost.hf.cache_layers import SlabLayer, SlabStateLayer, Spreading, StateLayer, StateSpec
+from kvboost.hf.cache_layers import (
+    CountingLayer,
+    SlabIndexedLayer,
+    SlabLayer,
+    SlabStateLayer,
+    Spreading,
+    StateLayer,
+    StateSpec,
+)
 
 # What Transformers has for a layer that keeps nothing; its older versions have an empty recurrent one.
 _Nothing: Any = getattr(cache_utils, "DummyLayer", partial(StateLayer, ()))
@@ -52,7 +60,8 @@ class TensorSpec:
 class KVLayout:
     """Which tensors a model's cache holds.
 
-    ``slots[2 * i]`` are the keys of the i-th layer that has KV, ``slots[2 * i + 1]`` its values.
+    ``slots[2 * i]`` are the keys of the i-th layer that has KV, ``slots[2 * i + 1]`` its values. Behind those, in the
+    order of ``indexed``, are the keys by which layers of sparse attention choose what they attend to.
     """
 
     slots: tuple[TensorSpec, ...]
@@ -60,11 +69,13 @@ class KVLayout:
     """Layers that keep no KV."""
     states: tuple[StateSpec, ...] = ()
     """What recurrent layers keep, in the order of the layers."""
+    indexed: tuple[int, ...] = ()
+    """Layers that keep index keys beside KV."""
 
     @property
     def num_layers(self) -> int:
         """Layers of the model, with KV and without."""
-        return len(self.slots) // 2 + len(self.without_kv)
+        return (len(self.slots) - len(self.indexed)) // 2 + len(self.without_kv)
 
     @cached_property
     def with_kv(self) -> tuple[int, ...]:
@@ -78,6 +89,11 @@ class KVLayout:
         for spec in self.states:
             found.setdefault(spec.layer, []).append(spec)
         return found
+
+    @property
+    def counts(self) -> bool:
+        """Whether no layer attends: then zeros in the slots of a recurrent one tell how many tokens there are."""
+        return bool(self.states) and self.slots[0].dim == 1
 
     def layers_of(self, with_kv: Sequence[Any]) -> list[Any]:
         """All layers of a cache, where ``with_kv`` are those that have KV."""
@@ -120,13 +136,26 @@ class SlabCache(Cache):  # type: ignore[misc]  # transformers is untyped
             self._slabs.append((slab, slots))
             for index, slot in enumerate(slots):
                 stores[slot] = slab[index]
-        own = layout.states_by_layer
+        own, pairs = layout.states_by_layer, len(layout.slots) - len(layout.indexed)
+        indexes = dict(zip(layout.indexed, stores[pairs:], strict=True))
         self._with_kv = [
-            SlabStateLayer(keys, values, own[layer]) if layer in own else SlabLayer(keys, values)
-            for layer, keys, values in zip(layout.with_kv, stores[::2], stores[1::2], strict=True)
+            (CountingLayer if layout.counts else SlabStateLayer)(keys, values, own[layer])
+            if layer in own
+            else SlabIndexedLayer(keys, values, indexes[layer])
+            if layer in indexes
+            else SlabLayer(keys, values)
+            for layer, keys, values in zip(layout.with_kv, stores[:pairs:2], stores[1:pairs:2], strict=True)
         ]
         super().__init__(layers=layout.layers_of(self._with_kv))
         self._with_states: list[StateLayer] = [self.layers[layer] for layer in own]
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """A recurrent layer asks for it once in a forward: the one place where a single token can be counted."""
+        layer = self.layers[layer_idx]
+        if isinstance(layer, CountingLayer) and state_idx == 0:
+            layer.count(1)
+        found: torch.Tensor | None = super().get_conv_state(layer_idx, state_idx)
+        return found
 
     @property
     def slabs(self) -> list[torch.Tensor]:
@@ -174,13 +203,9 @@ class SlabCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
     def wipe(self, start: int, end: int) -> None:
         """Set positions ``[start, end)`` of every sequence to zero."""
-        if self.is_poolable:
-            for slab, _ in self._slabs:
-                slab[:, :, :, start:end].zero_()
-            return
-        for layer in self._with_kv:
-            layer.key_store[:, :, start:end].zero_()
-            layer.value_store[:, :, start:end].zero_()
+        stores = self.slabs if self.is_poolable else map(self._slot_store, range(len(self.layout.slots)))
+        for store in stores:
+            store[..., start:end, :].zero_()
 
     def span(self, start: int, end: int) -> tuple[torch.Tensor, ...]:
         """Positions ``[start, end)`` of sequence 0 as :meth:`place` takes them: views where they can be."""
@@ -195,6 +220,10 @@ class SlabCache(Cache):  # type: ignore[misc]  # transformers is untyped
         return tuple(view.clone(memory_format=torch.contiguous_format) for view in self.span(start, end))
 
     def _slot_store(self, slot: int) -> torch.Tensor:
+        index = slot - 2 * len(self._with_kv)
+        if index >= 0:
+            index_store: torch.Tensor = self.layers[self.layout.indexed[index]].index_store
+            return index_store
         layer = self._with_kv[slot // 2]
         store: torch.Tensor = layer.value_store if slot % 2 else layer.key_store
         return store
@@ -232,7 +261,10 @@ def stock_cache(config: Any = None) -> Cache:
     Without the ``config`` of a model with recurrent layers it has none for those.
     """
     kinds: list[Any] = DynamicCache(config=config).layers if config is not None else []
-    if all(isinstance(layer, DynamicLayer) and not is_recurrent(layer) for layer in kinds):
+    if all(
+        isinstance(layer, DynamicLayer) and not (is_recurrent(layer) or hasattr(layer, "update_indexer"))
+        for layer in kinds
+    ):
         return DynamicCache()  # no layer of it has a window
     return Cache(layers=[_without_window(layer) for layer in kinds])
 
@@ -242,21 +274,29 @@ def is_recurrent(layer: Any) -> bool:
     return isinstance(layer, LinearAttentionCacheLayerMixin)
 
 
-def model_is_recurrent(model: Any) -> bool:
-    """Whether some layers of this model carry a state from token to token."""
-    return any(map(is_recurrent, DynamicCache(config=model.config.get_text_config(decoder=True)).layers))
+def why_no_draft(model: Any) -> str | None:
+    """Why tokens that a draft proposes cannot be verified together with the same answers; None if they can."""
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    if any(map(is_recurrent, layers)):
+        return "the states of its recurrent layers take no tokens back"
+    if any(hasattr(layer, "update_indexer") for layer in layers):
+        return "a forward of several tokens chooses other positions in its sparse attention"
+    return None
 
 
 def _without_window(layer: Any) -> Any:
     if is_recurrent(layer):
         whole = LinearAttentionAndFullAttentionLayer if isinstance(layer, CacheLayerMixin) else LinearAttentionLayer
         return whole(number_of_states=layer.number_of_states)
+    if hasattr(layer, "update_indexer"):
+        return type(layer)()
     return DynamicLayer() if isinstance(layer, CacheLayerMixin) else layer
 
 
 def layout_of(cache: Cache) -> KVLayout:
     """The layout of a filled stock cache."""
     slots: list[TensorSpec] = []
+    index_slots: dict[int, TensorSpec] = {}
     without_kv: list[int] = []
     states: list[StateSpec] = []
     for index, layer in enumerate(cache.layers):
@@ -274,4 +314,9 @@ def layout_of(cache: Cache) -> KVLayout:
             TensorSpec(tensor.shape[1], tensor.shape[3], tensor.dtype, tensor.device)
             for tensor in (layer.keys, layer.values)
         ]
-    return KVLayout(tuple(slots), tuple(without_kv), tuple(states))
+        if (keys := getattr(layer, "indexer_keys", None)) is not None:  # [batch, tokens, dim]
+            index_slots[index] = TensorSpec(1, keys.shape[2], keys.dtype, keys.device)
+    if not slots and states:  # a chunk consists of something, and a cache knows its length
+        slots = [TensorSpec(1, 1, states[0].dtype, states[0].device)] * 2
+        without_kv.remove(states[0].layer)
+    return KVLayout((*slots, *index_slots.values()), tuple(without_kv), tuple(states), tuple(index_slots))

@@ -172,6 +172,12 @@ class StepLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
         super().__init__()
         self.is_initialized = True
 
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The new states, for attention that writes them where each sequence lies."""
+        return key_states, value_states
+
     def get_seq_length(self) -> int:
         """Zero: every sequence has its own."""
         return 0
@@ -179,6 +185,59 @@ class StepLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The sizes of what ``update`` returns: the new states."""
         return query_length, 0
+
+
+class SlabIndexedLayer(SlabLayer):
+    """A layer of sparse attention: keeps the keys by which it chooses positions, too."""
+
+    def __init__(self, key_store: torch.Tensor, value_store: torch.Tensor, index_store: torch.Tensor) -> None:
+        self.index_store = index_store  # [batch, 1, capacity, dim]
+        super().__init__(key_store, value_store)
+
+    def set_length(self, length: int) -> None:
+        """Declare positions ``[0, length)`` to be the sequence so far."""
+        self.length = self._indexed = length
+
+    @property
+    def indexer_position_ids(self) -> torch.Tensor | None:
+        """Where these positions are in text, [time, height and width, batch, length], for models that keep it here."""
+        batch, held = len(self.key_store), torch.arange(self.length, device=self.device)
+        return held.expand(3, batch, -1) if self.length else None
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: torch.Tensor) -> None:
+        """Those of text are no news."""
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """As above; index keys are written by a call of their own, before or after it."""
+        indexed = self._indexed
+        found = super().update(*args, **kwargs)
+        self._indexed = indexed
+        return found
+
+    def update_indexer(self, states: torch.Tensor) -> torch.Tensor:
+        """Write new index keys, [batch, new, dim]; return those of all positions."""
+        start, end = self._indexed, self._indexed + states.shape[1]
+        self.reserve(end)
+        self.index_store[:, 0, start:end].copy_(states)
+        self._indexed = end
+        return self.index_store[:, 0, :end]
+
+    def reserve(self, positions: int) -> None:
+        """Have storage for this many positions."""
+        super().reserve(positions)
+        if positions > self.index_store.shape[-2]:
+            self.index_store = _grown(self.index_store, self._indexed, positions)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every sequence ``repeats`` times."""
+        super().batch_repeat_interleave(repeats)
+        self.index_store = self.index_store.repeat_interleave(repeats, dim=0)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the sequences named by ``indices``."""
+        super().batch_select_indices(indices)
+        self.index_store = self.index_store[indices.to(self.index_store.device)]
 
 
 @dataclass(frozen=True)
@@ -287,3 +346,18 @@ class SlabStateLayer(StateLayer, SlabLayer):
         """Keep the sequences named by ``indices``."""
         StateLayer.batch_select_indices(self, indices)
         SlabLayer.batch_select_indices(self, indices)
+
+
+class CountingLayer(SlabStateLayer):
+    """The first layer of a model without attention: has a zero per token for KV, and so knows how many it has read."""
+
+    def count(self, tokens: int) -> None:
+        """So many more were read."""
+        zeros = self.key_store.new_zeros(self.key_store.shape[0], 1, tokens, 1)
+        SlabLayer.update(self, zeros, zeros)
+
+    def update_conv_state(self, conv_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Only a forward of several tokens comes here; the cache has counted its first one."""
+        self.count(conv_states.shape[-1] - 1)
+        found: torch.Tensor = super().update_conv_state(conv_states, *args, **kwargs)
+        return found

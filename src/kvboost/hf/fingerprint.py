@@ -37,7 +37,6 @@ from kvboost.hf.weights import (
     TensorWatch,
     Weight,
     digest_weights,
-    is_streamed,
     streamed_weights_of,
     weights_by_owner,
 )
@@ -166,16 +165,15 @@ class ModelIdentity:
         owned += [(module, tensors) for module in modules if (tensors := module._parameters)]
         owned += [(module, buffers) for module in modules if (buffers := module._buffers)]
         watched = [
-            part
+            (module, tensor)
             for module, tensors in owned
             for name, tensor in tensors.items()
             # A streamed weight is a new tensor every time, and never written to.
             if not (tensor is None or name.endswith("inv_freq") or (streamer and streamer.holds(module, name)))
-            for part in traces_of(module, tensor)
         ]
         return ModelState(
             self._changes,
-            self._watch.states(watched),
+            self._watch.states(traces_of(watched)),
             adapters,
             attention := str(model.config._attn_implementation),
             registered(attention),
@@ -219,15 +217,19 @@ class ModelIdentity:
         return hasher.hexdigest()
 
     def _digest(self, owner: str | None, weights: list[Weight]) -> str:
-        resident = [weight for weight in weights if not is_streamed(self._model, weight.path)]
-        states = self._watch.states([part for weight in resident for part in weight.traces])
+        streamer = streamed_weights_of(self._model)  # what it holds is not identified by tensors
+        resident = [weight for weight in weights if not (streamer and streamer.holds(weight.module, weight.key))]
+        states = self._watch.states(traces_of([(weight.module, weight.tensor) for weight in resident]))
         known = self._digests.get(owner)
         if known is None or known[0] != states:
-            loaded = None
-            if owner is None:
-                # Only for the first digest: later a hidden write may accompany a visible one.
-                loaded, self._loaded = self._loaded, None
-            known = self._digests[owner] = (states, digest_weights(self._model, weights, loaded=loaded))
+            digests: dict[str, bytes | None] = {}
+            loaded = self._loaded if owner is None else None
+            if loaded is not None:
+                self._loaded = None  # only for the first digest: later a hidden write may accompany a visible one
+                digests = loaded.read(weights)
+            known = self._digests[owner] = (states, digest_weights(self._model, weights, digests))
+            if loaded is not None:
+                loaded.keep(digests)
         return known[1]
 
     def _experts_to_prefill(self) -> str:

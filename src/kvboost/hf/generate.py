@@ -7,7 +7,9 @@ are left to Transformers.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +18,16 @@ from transformers import GenerationConfig, GenerationMixin, StoppingCriteria, St
 
 from kvboost.config import SETTINGS
 from kvboost.errors import ConfigError
-from kvboost.hf.cache import model_is_recurrent
+from kvboost.hf.cache import why_no_draft
+from kvboost.hf.layers import cache_name, without_peft
+from kvboost.hf.runner import in_this_thread
 from kvboost.hf.speculation import Speculating
 from kvboost.types import Speculation
 
-# Arguments of ``generate`` that would contradict the engine's own, or change the prompt after its prefill.
-_PREPARED = (
+PREPARED = (
     "attention_mask",
     "cache_implementation",
+    "cache_params",
     "input_ids",
     "inputs",
     "inputs_embeds",
@@ -33,6 +37,7 @@ _PREPARED = (
     "token_healing",
     "use_cache",
 )
+"""Arguments of ``generate`` that would contradict the engine's own, or change the prompt after its prefill."""
 # Arguments of ``generate`` beside the fields of a generation config that choose tokens and leave the forward alone.
 # (Guidance by a negative prompt has a forward and a cache of its own.) Whatever else is given, Transformers hands to
 # the forward, where it would change the last step of the prompt and not the prefix that came from the cache.
@@ -55,6 +60,9 @@ _NO_SETTINGS = ("transformers_version",)  # metadata fields of a generation conf
 # Assistants of these kinds read the model's states of the whole prompt, or its text; custom loops may do anything.
 _REREADS_PROMPT = ("assistant_early_exit", "assistant_tokenizer", "custom_generate", "speculation_type", "use_mtp")
 DEFAULT_NEW_TOKENS = 64
+DEFAULT_LENGTH = 20
+"""New tokens where nobody says how many, in Transformers."""
+_NAMES = tuple(inspect.signature(GenerationMixin.generate).parameters)[1:]
 ASSISTANTS = ("assistant_model", "prompt_lookup_num_tokens")
 """Arguments of ``generate`` that name a draft."""
 
@@ -84,7 +92,7 @@ def sampling_arguments(*, prompt_tokens: int, options: dict[str, Any]) -> dict[s
 
     Without ``max_new_tokens`` the caller's ``max_length`` or generation config decides, else 64 tokens.
     """
-    _check_allowed(options)
+    check_allowed(options)
     arguments = dict(options)
     max_new_tokens, temperature = (arguments.pop(name, None) for name in ("max_new_tokens", "temperature"))
     if max_new_tokens is None:
@@ -104,14 +112,14 @@ def sampling_arguments(*, prompt_tokens: int, options: dict[str, Any]) -> dict[s
     return arguments
 
 
-def _check_allowed(extra: dict[str, Any]) -> None:
+def check_allowed(extra: dict[str, Any]) -> None:
     """Raise ConfigError for the first argument that could change more than which token is chosen."""
     settings = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-    allowed = (settings - {*_PREPARED, *_NO_SETTINGS}) | {*_ALLOWED}
+    allowed = (settings - {*PREPARED, *_NO_SETTINGS}) | {*_ALLOWED}
     for name in extra:
         if name in allowed:
             continue
-        if name in _PREPARED:
+        if name in PREPARED:
             raise ConfigError(f"{name} is prepared by the engine; leave it out (give the prompt itself instead)")
         if name in SETTINGS:
             raise ConfigError(f"{name} is a setting of the engine; give it to KVBoost() or from_pretrained()")
@@ -143,24 +151,46 @@ def _requested_length(extra: dict[str, Any], prompt_tokens: int) -> int:
     return DEFAULT_NEW_TOKENS
 
 
+def new_tokens_of(model: Any, arguments: dict[str, Any], *, prompt_tokens: int) -> int:
+    """How many tokens ``generate`` makes at most with these arguments, as Transformers finds it."""
+    for name, before in (("max_new_tokens", 0), ("max_length", prompt_tokens)):  # wherever they are said
+        if (given := setting(model, arguments, name)) is not None:
+            return int(given) - before
+    longest = getattr(model.config, "max_position_embeddings", None)
+    return DEFAULT_LENGTH if longest is None else min(DEFAULT_LENGTH, longest - prompt_tokens)
+
+
+def setting(model: Any, arguments: dict[str, Any], name: str) -> Any:
+    """What ``generate`` takes this to be: as given, else by the given configuration, else by the model's."""
+    if name in arguments:  # an explicit None means: none
+        return arguments[name]
+    given = getattr(arguments.get("generation_config"), name, None)
+    return given if given is not None else getattr(getattr(model, "generation_config", None), name, None)
+
+
+def positional_arguments(values: Sequence[Any]) -> dict[str, Any]:
+    """The arguments of ``generate`` that were given without their names."""
+    return dict(zip(_NAMES, values, strict=False))
+
+
+def own_generate(model: Any) -> Any:
+    """The model's ``generate``: beneath that of :func:`kvboost.attach`, where that is set."""
+    return getattr(model.generate, "beneath", model.generate)
+
+
 def speculates(model: Any, arguments: dict[str, Any]) -> bool:
     """Whether ``generate`` uses a draft with these arguments or the model's generation config."""
 
-    def setting(name: str) -> Any:
-        if name in arguments:  # an explicit None means: none
-            return arguments[name]
-        given = getattr(arguments.get("generation_config"), name, None)
-        return given if given is not None else getattr(getattr(model, "generation_config", None), name, None)
-
-    return any(setting(name) for name in ASSISTANTS)
+    return any(setting(model, arguments, name) for name in ASSISTANTS)
 
 
 def _why_not_resumed(model: Any, arguments: dict[str, Any]) -> str | None:
     """Why assisted decoding cannot continue from a cache, or None if it can."""
-    if not isinstance(model, GenerationMixin) or "generate" in vars(model):
+    own = getattr(own_generate(model), "__func__", None)
+    if not isinstance(model, GenerationMixin) or own is not type(model).generate:
         return f"{type(model).__name__} has a generate of its own, which feeds the whole prompt again with a draft"
-    if model_is_recurrent(model):
-        return "with a draft: the states of its recurrent layers take no tokens back"
+    if reason := why_no_draft(model):
+        return f"with a draft: {reason}"
     config = arguments.get("generation_config")
     for name in ("output_attentions", "output_hidden_states"):
         if arguments.get(name, getattr(config, name, None)):
@@ -206,18 +236,38 @@ def run_generate(
         arguments.setdefault("tokenizer", tokenizer)
     if cache is not None:
         # None overrides a cache kind in the model's generation config.
-        arguments |= {"past_key_values": cache, "cache_implementation": None}
+        arguments |= {cache_name(model): cache, "cache_implementation": None}
     arguments = with_padding(model, arguments)
     # With beams Transformers ignores the draft.
     drafted = speculates(model, arguments) and sequences_per_prompt(model, arguments) == 1
-    generating = Speculating(model) if drafted and reads_prompt_again(model, arguments) is None else model
-    with torch.no_grad():
-        raw = generating.generate(
-            input_ids=input_ids, attention_mask=attention_mask, stopping_criteria=criteria, **arguments
-        )
+    speculating = Speculating(model) if drafted and reads_prompt_again(model, arguments) is None else None
+    generate = speculating.generate if speculating is not None else own_generate(model)
+    with torch.no_grad(), _resuming(model, cache):
+        raw = generate(input_ids=input_ids, attention_mask=attention_mask, stopping_criteria=criteria, **arguments)
     sequences = raw if isinstance(raw, torch.Tensor) else raw.sequences
-    report = generating.report if isinstance(generating, Speculating) else None
+    report = speculating.report if speculating is not None else None
     return Decoded(sequences, raw, report)
+
+
+@contextmanager
+def _resuming(model: Any, cache: Any) -> Iterator[None]:
+    """Within this block the first forward begins where the cache ends, also where it has a name of its own.
+
+    Transformers looks for the length of a cache by the usual name only.
+    """
+    if cache is None or cache_name(model) == "past_key_values":
+        yield
+        return
+
+    def before(_: Any, given: Any, inputs: dict[str, Any]) -> Any:
+        hook.remove()
+        return given, {**inputs, "input_ids": inputs["input_ids"][:, cache.get_seq_length() :]}
+
+    hook = without_peft(model).register_forward_pre_hook(in_this_thread(before), with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def with_padding(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:

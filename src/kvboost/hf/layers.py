@@ -23,6 +23,17 @@ def decoder_of(model: Any) -> Any:
     return decoder if alone else model
 
 
+def without_peft(model: Any) -> Any:
+    """The model that PEFT may have wrapped."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def cache_name(model: Any) -> str:
+    """The argument of a model's forward, and the entry of its output, that is its cache."""
+    arguments = inspect.signature(without_peft(model).forward).parameters
+    return "cache_params" if "cache_params" in arguments else "past_key_values"
+
+
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
     """The decoder layers, in order."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers

@@ -15,10 +15,10 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -29,6 +29,7 @@ from kvboost.hf.peft_layers import merges_missed
 from kvboost.hf.weights import TensorStates, TensorWatch, Weight, weights_by_owner
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 _VERSION = 1
 _ATTRIBUTE = "_kvboost_loaded_weights"
 _HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
@@ -44,46 +45,45 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvboost"
 
 
-def write_whole(path: Path, content: str) -> None:
-    """Write a file whole or not at all: other processes read it. The oldest beside it go. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8") as file:
-        try:
-            file.write(content)
-            file.flush()
-            os.replace(file.name, path)
-        except OSError:
-            with suppress(OSError):
-                os.unlink(file.name)
-            raise
+def read_kept(path: Path, parse: Callable[[Any], _T]) -> _T | None:
+    """What ``parse`` makes of a file's JSON; None if nothing was kept, or it cannot be used."""
+    try:
+        return parse(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        _log.info("what was kept in %s cannot be used and is made anew: %r", path, error)
+        return None
+
+
+def keep(path: Path, content: Any) -> None:
+    """Write a file whole or not at all: other processes read it. The oldest beside it go."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8") as new:
+            try:
+                new.write(json.dumps(content))
+                new.flush()
+                os.replace(new.name, path)
+            except OSError:
+                with suppress(OSError):
+                    os.unlink(new.name)
+                raise
+    except OSError as error:
+        _log.debug("%s cannot be kept, the next start makes it again: %r", path, error)
+        return
     with suppress(OSError):  # another process may remove them too
         for old in sorted(path.parent.iterdir(), key=lambda one: one.stat().st_mtime)[:-_MOST]:
             old.unlink()
 
 
-class Checkpoint:
+class Checkpoint(Shards):
     """The safetensors files that a model is about to be loaded from."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self._files = [file.resolve() for file in files]
-        self._shards = Shards(self._files)
-        self.tensors = self._shards.tensors
-        self._identities = self._identify()
-
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether the files still are what they were."""
-        return self._identify() == self._identities
-
-    def key(self, model: Any, weights: Sequence[Weight]) -> str:
-        """Names everything that decides which tensors this model gets from these files."""
-        parts = [_VERSION, self._identities, torch.__version__, transformers.__version__]
-        made = f"{type(model).__module__}.{type(model).__qualname__}"
-        types = [(weight.name, str(weight.tensor.dtype)) for weight in weights]
-        return hashlib.sha256(json.dumps([*parts, made, str(model.config), types]).encode()).hexdigest()
-
-    def _identify(self) -> list[Any]:
-        return [*map(_identify, self._files), self._shards.sample()]
+        super().__init__([file.resolve() for file in files])
+        self.identity = self.identify()
+        """What the files were before."""
 
 
 class LoadedWeights:
@@ -93,6 +93,7 @@ class LoadedWeights:
         self._path, self._states = path, states
         self._watch = TensorWatch()
         self._merges_missed = merges_missed()
+        self._is_whole = True
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LoadedWeights, (self._path, {})  # a copy of the model was not loaded from anywhere
@@ -103,27 +104,24 @@ class LoadedWeights:
             return False
         return self._states.get(weight.name) == self._watch.states([weight.tensor])
 
-    def read(self) -> dict[str, bytes]:
-        """The digests of an earlier start by the weights' names; none if there was none."""
-        try:
-            content = json.loads(self._path.read_text(encoding="utf-8"))
-            found = {str(name): bytes.fromhex(digest) for name, digest in content["digests"].items()}
-            if any(len(digest) != hashlib.sha256().digest_size for digest in found.values()):
-                raise ValueError("a digest is cut off")
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            _log.debug("the digests in %s cannot be used and the weights are hashed: %r", self._path, error)
-            return {}
-        return found
+    def read(self, weights: Sequence[Weight]) -> dict[str, bytes | None]:
+        """The digests of unchanged weights from an earlier start, by name; None for those that it did not keep."""
+        unchanged = [weight.name for weight in weights if self.unchanged(weight)]
+        found = (read_kept(self._path, _parsed) if unchanged else None) or {}
+        self._is_whole = found.keys() >= set(unchanged)
+        return {name: found.get(name) for name in unchanged}
 
-    def write(self, digests: dict[str, bytes]) -> None:
-        """Keep these for the next start."""
-        content = json.dumps({"digests": {name: digest.hex() for name, digest in digests.items()}})
-        try:
-            write_whole(self._path, content)
-        except OSError as error:
-            _log.debug("the weights' digests cannot be kept, the next start hashes again: %r", error)
+    def keep(self, digests: Mapping[str, bytes | None]) -> None:
+        """Keep these for the next start, if they are more than was read."""
+        if not self._is_whole:
+            keep(self._path, {"digests": {name: digest.hex() for name, digest in digests.items() if digest}})
+
+
+def _parsed(content: Any) -> dict[str, bytes]:
+    found = {str(name): bytes.fromhex(digest) for name, digest in content["digests"].items()}
+    if any(len(digest) != hashlib.sha256().digest_size for digest in found.values()):
+        raise ValueError("a digest is cut off")
+    return found
 
 
 def find_checkpoint(source: str, model_kwargs: dict[str, Any]) -> Checkpoint | None:
@@ -143,7 +141,7 @@ def find_checkpoint(source: str, model_kwargs: dict[str, Any]) -> Checkpoint | N
 
 def remember_loaded(model: Any, checkpoint: Checkpoint) -> None:
     """Call right after loading, before anybody else has the model."""
-    if getattr(model.config, "quantization_config", None) is not None or not checkpoint.is_unchanged:
+    if getattr(model.config, "quantization_config", None) is not None or checkpoint.identify() != checkpoint.identity:
         return
     watch = TensorWatch()
     states: dict[str, TensorStates] = {}
@@ -156,7 +154,12 @@ def remember_loaded(model: Any, checkpoint: Checkpoint) -> None:
             stored.dtype.is_floating_point and weight.tensor.is_floating_point()
         ):
             states[weight.name] = watch.states([weight.tensor])
-    path = cache_directory() / "weight-digests" / f"{checkpoint.key(model, weights)}.json"
+    # Everything that decides which tensors this model gets from these files.
+    parts = [_VERSION, checkpoint.identity, torch.__version__, transformers.__version__]
+    made = f"{type(model).__module__}.{type(model).__qualname__}"
+    types = [(weight.name, str(weight.tensor.dtype)) for weight in weights]
+    key = hashlib.sha256(json.dumps([*parts, made, str(model.config), types]).encode()).hexdigest()
+    path = cache_directory() / "weight-digests" / f"{key}.json"
     setattr(model, _ATTRIBUTE, LoadedWeights(path, states))
 
 
@@ -166,14 +169,3 @@ def claim_loaded(model: Any) -> LoadedWeights | None:
     if loaded is not None:
         setattr(model, _ATTRIBUTE, None)
     return loaded
-
-
-def _identify(file: Path) -> list[Any]:
-    stat = file.stat()
-    with file.open("rb") as stream:
-        header = stream.read(8)
-        header += stream.read(int.from_bytes(header, "little"))
-    # The time of change too: nobody can set it back, and a deleted file's inode may come back at once. In an image or
-    # on a FUSE mount none of these need say anything, hence the sampled pages.
-    times = stat.st_mtime_ns, stat.st_ctime_ns
-    return [str(file), stat.st_ino, stat.st_size, *times, hashlib.sha256(header).hexdigest()]

@@ -1,6 +1,6 @@
 """Loads a whole model, and its tokenizer, the way Transformers does.
 
-Used for drafts, and by ``kvboost.offload.weights`` for every model that need not be streamed.
+Used by ``kvboost.offload.weights`` for every model that need not be streamed, and by measurements.
 """
 
 from __future__ import annotations

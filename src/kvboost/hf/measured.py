@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 from collections.abc import Mapping
 from importlib import resources
@@ -26,7 +25,7 @@ from kvboost.hf.cache import KVLayout, TensorSpec
 from kvboost.hf.cache_layers import StateSpec
 from kvboost.hf.code_digest import hooks_of
 from kvboost.hf.fingerprint import ModelIdentity
-from kvboost.hf.loaded_weights import cache_directory, write_whole
+from kvboost.hf.loaded_weights import cache_directory, keep, read_kept
 from kvboost.hf.numerics import ChosenNumerics, KnownTiles, Tiles, budget_to_pack, choose_numerics
 from kvboost.hf.numerics.choose import attention_bits
 from kvboost.hf.numerics.rows import RowSizes, cancelling
@@ -38,8 +37,6 @@ _FORMAT = 2
 _DECIDE = ("probe.py", "shape.py", "measured.py")  # beside the code that the key of KV names
 _VARIABLES = ("ATEN_", "CUBLAS_", "CUDA_", "DNNL_", "GOMP_", "KMP_", "MKL_", "NVIDIA_", "OMP_", "ONEDNN_", "TORCH_")
 _INPUTS, _OUTPUTS, _SIZES = 1024, 64, (1, 4, 16, 32, 48, 128, 192)  # of the small products
-
-_log = logging.getLogger(__name__)
 
 
 class Known(NamedTuple):
@@ -61,19 +58,13 @@ class KeptMeasurement:
 
     def read(self) -> Known | None:
         """What was found; None if nothing was kept, or it cannot be used."""
-        if self._depends_on is None:
-            return None
-        try:
-            content = json.loads(self._path.read_text(encoding="utf-8"))
-            found = content["found"]
-            if content["depends_on"] != self._depends_on or content["digest"] != _digest([self._depends_on, found]):
-                raise ValueError("it is damaged, or of something else")
-            return _known(found)
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            _log.info("the measurement in %s cannot be used and is made anew: %r", self._path, error)
-            return None
+        return read_kept(self._path, self._parsed) if self._depends_on is not None else None
+
+    def _parsed(self, content: Any) -> Known:
+        found = content["found"]
+        if content["depends_on"] != self._depends_on or content["digest"] != _digest([self._depends_on, found]):
+            raise ValueError("it is damaged, or of something else")
+        return _known(found)
 
     def write(self, layout: KVLayout, tiles: Tiles | None) -> None:
         """Keep this for the next start."""
@@ -82,17 +73,15 @@ class KeptMeasurement:
         found = {
             "layout": [[spec.heads, spec.dim, str(spec.dtype), str(spec.device)] for spec in layout.slots],
             "without_kv": list(layout.without_kv),
+            "indexed": list(layout.indexed),
             "states": [[s.layer, s.kind, s.index, list(s.shape), str(s.dtype), str(s.device)] for s in layout.states],
             "granule": tiles.granule if tiles is not None else None,
             "choices": {name: [*_numbers(sizes), packed] for name, (sizes, packed) in tiles.choices.items()}
             if tiles is not None
             else {},
         }
-        content = {"depends_on": self._depends_on, "found": found, "digest": _digest([self._depends_on, found])}
-        try:
-            write_whole(self._path, json.dumps(content))
-        except OSError as error:
-            _log.debug("the measurement cannot be kept, the next start makes it again: %r", error)
+        digest = _digest([self._depends_on, found])
+        keep(self._path, {"depends_on": self._depends_on, "found": found, "digest": digest})
 
 
 def _digest(content: Any) -> str:
@@ -117,7 +106,8 @@ def _known(found: Any) -> Known:
         StateSpec(layer, kind, index, tuple(shape), _DTYPES[dtype], torch.device(device))
         for layer, kind, index, shape, dtype, device in found["states"]
     ]
-    return Known(KVLayout(tuple(slots), tuple(found["without_kv"]), tuple(states)), tiles)
+    layout = KVLayout(tuple(slots), tuple(found["without_kv"]), tuple(states), tuple(found["indexed"]))
+    return Known(layout, tiles)
 
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}

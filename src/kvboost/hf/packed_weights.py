@@ -11,14 +11,14 @@ Invariant: weights whose kinds and tensors are equal stand for the same numbers,
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from kvboost.errors import UnsupportedModelError
 
-_PLAIN = (torch.nn.Parameter, torch.Tensor)
+_PLAIN = {torch.nn.Parameter, torch.Tensor}
 _WORDS = (bool, int, float, str, torch.dtype, torch.device, type(None))
 # Of modules: how compressed-tensors and GGUF's packed layers read their weights and what they do to activations.
 _SETTINGS = ("quantization_scheme", "quantization_enabled", "ggml_type", "gate_up_type", "down_type")
@@ -56,7 +56,7 @@ def packed(module: Any, tensor: torch.Tensor) -> Packed | None:
 
 def tensors_of(module: Any, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The plain tensors that a weight is made of; the weight itself where that cannot be told."""
-    if type(tensor) in _PLAIN and "hqq" not in sys.modules:  # most: a request asks for hundreds
+    if type(tensor) in _PLAIN and "hqq" not in sys.modules:
         return (tensor,)
     try:
         found = packed(module, tensor)
@@ -65,10 +65,15 @@ def tensors_of(module: Any, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return found.tensors if found is not None else (tensor,)
 
 
-def traces_of(module: Any, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors in which a change of a weight shows: what it is made of, and itself."""
-    tensors = tensors_of(module, tensor)
-    return tensors if tensors[0] is tensor else (tensor, *tensors)
+def traces_of(weights: Sequence[tuple[Any, torch.Tensor]]) -> list[torch.Tensor]:
+    """The tensors in which a change of weights, each with its module, shows: what they are made of, and themselves."""
+    if {type(tensor) for _, tensor in weights} <= _PLAIN and "hqq" not in sys.modules:  # most: a request asks twice
+        return [tensor for _, tensor in weights]
+    found: list[torch.Tensor] = []
+    for module, tensor in weights:
+        parts = tensors_of(module, tensor)
+        found += parts if parts[0] is tensor else (tensor, *parts)
+    return found
 
 
 def is_packed(tensor: torch.Tensor) -> bool:

@@ -147,11 +147,9 @@ def adapter_layer(path: str, module: Any) -> AdapterLayer | None:
 def adapter_layers(model: Any, modules: Iterable[Any]) -> tuple[AdapterLayer, ...]:
     """What the layers of ``model`` do with adapters; ``modules`` are all of its own. Called twice in every request."""
     kinds = _peft()[:2] if "peft" in sys.modules else ()
-    found = {module for module in modules if isinstance(module, kinds)} if kinds else None
-    if not found:
+    if not any(isinstance(module, kinds) for module in modules):
         return ()  # almost always: without the names of all modules, which take longer
-    layers = (adapter_layer(path, module) for path, module in model.named_modules() if module in found)
-    return tuple(layer for layer in layers if layer is not None)
+    return tuple(layer for _, layer in _layers(model))
 
 
 class _Peft(NamedTuple):

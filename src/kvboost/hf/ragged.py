@@ -277,7 +277,7 @@ class RaggedRunner:
         cache = _batch_cache(batch, step)
         with attending(step, self._runner.model), replaced(_exchanging(self._runner.model) if exchange else ()):
             logits = self._runner.run_batch(inputs[0].view(-1, 1), cache, position_ids=inputs[1].view(-1, 1))
-        if step.attended != len(batch.layout.with_kv):
+        if step.attended != (0 if batch.layout.counts else len(batch.layout.with_kv)):
             raise UnsupportedModelError(f"not all its layers attend through Transformers' {NAME!r}. {_ONE_BY_ONE}")
         for row, length in zip(rows, lengths, strict=True):
             row.set_length(length + 1)

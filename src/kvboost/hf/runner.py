@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvboost.hf.cache import SlabCache
-from kvboost.hf.layers import decoder_of
+from kvboost.hf.layers import cache_name, decoder_of, without_peft
 from kvboost.hf.numerics.tiles import Tiles
 
 
@@ -27,8 +27,10 @@ class ModelRunner:
         self.model, self.tiles = model, tiles
         # A PEFT model passes on what its own signature does not name. Without this every row would be projected onto
         # the vocabulary, and the last one's bits would depend on how many there are.
-        self._base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._base = without_peft(model)
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(self._base.forward).parameters
+        self.cache_name = cache_name(model)
+        """The argument of the model that takes a cache."""
         # The decoder without its vocabulary projection: enough for a step whose logits are not needed.
         self._decoder = decoder_of(model)
 
@@ -48,6 +50,13 @@ class ModelRunner:
         ids = self.upload(tokens).view(1, -1)
         with self._step(cache, ids.shape[1]):
             return self.run(ids, cache, logits=logits)
+
+    @torch.no_grad()
+    def all_logits(self, tokens: Sequence[int], cache: Any) -> torch.Tensor:
+        """Compute ``tokens`` after what the cache holds. Returns the logits after each, [tokens, vocab]."""
+        ids = self.upload(tokens).view(1, -1)
+        with self._step(cache, ids.shape[1], head=True):
+            return self.run_rows(ids, cache, torch.arange(ids.shape[1], device=ids.device))
 
     @torch.no_grad()
     def decode(self, token: int, cache: Any) -> torch.Tensor:
@@ -82,10 +91,10 @@ class ModelRunner:
             leaves.remove()
             step.close()
 
-    def _step(self, cache: Any, tokens: int) -> AbstractContextManager[Any]:
+    def _step(self, cache: Any, tokens: int, *, head: bool = False) -> AbstractContextManager[Any]:
         if self.tiles is None or not isinstance(cache, SlabCache):
             return nullcontext()
-        return self.tiles.step(cache, tokens)
+        return self.tiles.step(cache, tokens, head=head)
 
     @torch.no_grad()
     def prefill_plain(self, tokens: Sequence[int]) -> tuple[torch.Tensor, Any]:
@@ -93,39 +102,39 @@ class ModelRunner:
         ids = torch.as_tensor(tokens, device=self.device).view(1, -1)
         keep = {"logits_to_keep": 1} if self._takes_logits_to_keep else {}
         output = self.model(input_ids=ids, use_cache=True, **keep)
-        return output.logits[0, -1], output.past_key_values
+        return output.logits[0, -1], getattr(output, self.cache_name)
 
     @torch.no_grad()
-    def next_tokens(self, tokens: Sequence[int], cache: Any, *, keep: int) -> torch.Tensor:
-        """The most likely token after each of the last ``keep`` of ``tokens``, [keep]. ``cache`` may be None."""
+    def last_logits(self, tokens: Sequence[int], cache: Any, *, keep: int) -> torch.Tensor:
+        """The logits after each of the last ``keep`` of ``tokens``, [keep, vocab]. ``cache`` may be None."""
         ids = torch.as_tensor(tokens, device=self.device).view(1, -1)
         wanted = {"logits_to_keep": keep} if self._takes_logits_to_keep else {}
         logits: torch.Tensor = self.model(
-            input_ids=ids, past_key_values=cache, use_cache=cache is not None, **wanted
+            input_ids=ids, **{self.cache_name: cache}, use_cache=cache is not None, **wanted
         ).logits
-        return logits[0, -keep:].argmax(dim=-1)
+        return logits[0, -keep:]
 
     def run(self, ids: torch.Tensor, cache: Any, *, logits: bool, **inputs: Any) -> torch.Tensor | None:
         """One forward of ``ids`` [1, tokens] over ``cache``. Returns the last token's logits [vocab] if ``logits``."""
         if not logits:
-            self._decoder(input_ids=ids, past_key_values=cache, use_cache=True, **inputs)
+            self._decoder(input_ids=ids, **{self.cache_name: cache}, use_cache=True, **inputs)
             return None
         keep = {"logits_to_keep": 1} if self._takes_logits_to_keep else {}
-        output = self.model(input_ids=ids, past_key_values=cache, use_cache=True, **keep, **inputs)
+        output = self.model(input_ids=ids, **{self.cache_name: cache}, use_cache=True, **keep, **inputs)
         last: torch.Tensor = output.logits[0, -1]
         return last
 
     def run_rows(self, ids: torch.Tensor, cache: Any, rows: torch.Tensor, **inputs: Any) -> torch.Tensor:
         """One forward of ``ids`` [1, tokens] over ``cache``. Returns the logits of these ``rows``, [rows, vocab]."""
         keep = {"logits_to_keep": rows} if self._takes_logits_to_keep else {}
-        output = self.model(input_ids=ids, past_key_values=cache, use_cache=True, **keep, **inputs)
+        output = self.model(input_ids=ids, **{self.cache_name: cache}, use_cache=True, **keep, **inputs)
         logits: torch.Tensor = output.logits[0]
         return logits if self._takes_logits_to_keep else logits[rows]
 
     def run_batch(self, ids: torch.Tensor, cache: Any, **inputs: Any) -> torch.Tensor:
         """One forward of ``ids`` [batch, tokens] over ``cache``. Returns each last token's logits, [batch, vocab]."""
         keep = {"logits_to_keep": 1} if self._takes_logits_to_keep else {}
-        output = self.model(input_ids=ids, past_key_values=cache, use_cache=True, **keep, **inputs)
+        output = self.model(input_ids=ids, **{self.cache_name: cache}, use_cache=True, **keep, **inputs)
         logits: torch.Tensor = output.logits[:, -1]
         return logits
 

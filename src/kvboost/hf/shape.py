@@ -36,7 +36,7 @@ def shape_of(model: Any, layout: KVLayout) -> ModelShape:
         hidden=int(config.hidden_size),
         intermediate=_intermediate(config),
         vocab=int(embedding.shape[0]),
-        heads=int(config.num_attention_heads),
+        heads=int(getattr(config, "num_attention_heads", 1)),  # a recurrent model has none
         kv_heads=max(spec.heads for spec in layout.slots),
         head_dim=max(spec.dim for spec in layout.slots),
         element=keys.dtype.itemsize,

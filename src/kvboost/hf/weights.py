@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from kvboost.capacity import WeightMemory
 from kvboost.errors import UnsupportedModelError
-from kvboost.hf.packed_weights import packed, tensors_of, traces_of
+from kvboost.hf.packed_weights import packed, tensors_of
 from kvboost.hf.peft_layers import WeightNames, walk
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class StreamedWeights(Protocol):
         ...
 
     def digest(self, module: torch.nn.Module, key: str, name: str) -> bytes:
-        """The digest of a streamed parameter under the name it has now."""
+        """The digest of a streamed parameter under this name: the same as if it were in memory."""
         ...
 
 
@@ -158,9 +158,9 @@ class Weight(NamedTuple):
     """The module that has it: quantisation libraries keep a part of a weight there."""
 
     @property
-    def traces(self) -> tuple[torch.Tensor, ...]:
-        """The tensors in which a change of it shows."""
-        return traces_of(self.module, self.tensor)
+    def key(self) -> str:
+        """What its module calls it."""
+        return self.path.rpartition(".")[2]
 
 
 def weights_by_owner(model: Any) -> dict[str | None, list[Weight]]:
@@ -181,28 +181,20 @@ def weights_by_owner(model: Any) -> dict[str | None, list[Weight]]:
     return {owner: sorted(weights, key=lambda weight: weight.name) for owner, weights in owned.items()}
 
 
-class KnownDigests(Protocol):
-    """Digests from an earlier start, for weights that are as they were loaded."""
+def digest_weights(model: Any, weights: Sequence[Weight], known: dict[str, bytes | None] | None = None) -> str:
+    """SHA-256 over these weights: name, type, shape, bytes. The same whether or not digests are ``known``.
 
-    def unchanged(self, weight: Weight) -> bool:
-        """Whether this weight is as it was loaded."""
-
-    def read(self) -> dict[str, bytes]:
-        """The digests of unchanged weights, by name."""
-
-    def write(self, digests: dict[str, bytes]) -> None:
-        """Keep these for the next start."""
-
-
-def digest_weights(model: Any, weights: Sequence[Weight], *, loaded: KnownDigests | None = None) -> str:
-    """SHA-256 over these weights: name, type, shape, bytes. The same whether or not digests are ``loaded``."""
-    unchanged = {weight.name for weight in weights if loaded is not None and loaded.unchanged(weight)}
-    known = loaded.read() if loaded is not None and unchanged else {}
+    Of the names in ``known`` those without a digest get theirs.
+    """
+    known = known if known is not None else {}
+    streamer = streamed_weights_of(model)
 
     def one(weight: Weight) -> bytes:
-        if weight.name in unchanged and weight.name in known:
-            return known[weight.name]
-        return _streamed_digest(model, weight) or _digest(weight)
+        if (digest := known.get(weight.name)) is not None:
+            return digest
+        if streamer is not None and streamer.holds(weight.module, weight.key):
+            return streamer.digest(weight.module, weight.key, weight.name)
+        return _digest(weight)
 
     try:
         with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:  # hashing releases the GIL
@@ -212,9 +204,7 @@ def digest_weights(model: Any, weights: Sequence[Weight], *, loaded: KnownDigest
             f"the weights cannot be read to tell this model from others (offloaded or quantised? {error}). "
             "Pass strict=False to run it without reuse."
         ) from error
-    if loaded is not None and not unchanged <= known.keys():
-        names = (weight.name for weight in weights)
-        loaded.write({name: digest for name, digest in zip(names, digests, strict=True) if name in unchanged})
+    known.update((weight.name, digest) for weight, digest in zip(weights, digests, strict=True) if weight.name in known)
     return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
@@ -236,23 +226,6 @@ def digest_tensor(name: str, tensor: torch.Tensor) -> bytes:
         piece = flat[start : start + _HASH_PIECE].cpu().view(torch.uint8)
         hasher.update(piece.numpy().data)
     return hasher.digest()
-
-
-def is_streamed(model: Any, path: str) -> bool:
-    """Whether a weight is loaded from a file in every step, so that its tensor does not identify it."""
-    streamer = streamed_weights_of(model)
-    owner, _, key = path.rpartition(".")
-    return streamer is not None and streamer.holds(model.get_submodule(owner), key)
-
-
-def _streamed_digest(model: Any, weight: Weight) -> bytes | None:
-    """The digest of a weight that is streamed: the same as if it were in memory. None if it is."""
-    if not is_streamed(model, weight.path):
-        return None
-    owner, _, key = weight.path.rpartition(".")
-    streamer = streamed_weights_of(model)
-    assert streamer is not None
-    return streamer.digest(model.get_submodule(owner), key, weight.name)
 
 
 def weight_hasher(name: str, dtype: torch.dtype, shape: Sequence[int]) -> _Hash:

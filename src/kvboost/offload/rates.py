@@ -5,6 +5,8 @@ Used to estimate speeds. Takes about a second in all. Invariant: nothing is left
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,13 +14,11 @@ from pathlib import Path
 
 import torch
 
-from kvboost.direct_io import DirectFile, page_aligned, up_to_page
-from kvboost.offload.kv.pager import FileSpill
+from kvboost.direct_io import DirectFile, page_aligned
 
 _SECONDS = 0.25
 _SIDE = 2048
 _PIECE = 8 * 2**20  # bytes
-_SPILLED_PIECES = 16
 _MAX_ROWS = 256  # longer steps multiply no faster
 
 
@@ -35,11 +35,8 @@ class Rates:
 
 
 @torch.no_grad()
-def measure_rates(*, dtype: torch.dtype, device: torch.device, tokens: int, files: Sequence[Path] = ()) -> Rates:
-    """The rates for weights of this dtype and steps of so many tokens.
-
-    The disk's rate is that of the largest of ``files``, or of a file made for it.
-    """
+def measure_rates(*, dtype: torch.dtype, device: torch.device, tokens: int, files: Sequence[Path]) -> Rates:
+    """The rates for weights of this dtype and steps of so many tokens. The disk's is that of a large file."""
     tokens = min(tokens, _MAX_ROWS)
     # More than the processor's caches hold, so that every pass comes from memory.
     matrices = [torch.ones(_SIDE, _SIDE, dtype=dtype, device=device) for _ in range(16)]
@@ -57,33 +54,27 @@ def measure_rates(*, dtype: torch.dtype, device: torch.device, tokens: int, file
 
 
 def _disk_rate(files: Sequence[Path]) -> float:
-    """Bytes per second of a file read from its beginning, past the page cache."""
+    """Bytes per second of the largest file; of one made for it where all are too small to tell."""
     largest = max(files, key=lambda file: file.stat().st_size, default=None)
-    if largest is None or largest.stat().st_size < _PIECE:
-        return _spill_rate()
+    if largest is not None and largest.stat().st_size >= _PIECE:
+        return _read_rate(largest)
+    with tempfile.NamedTemporaryFile(prefix="kvboost-") as made:
+        made.write(os.urandom(_PIECE))  # what a file system cannot compress
+        made.flush()
+        os.fsync(made.fileno())
+        return _read_rate(Path(made.name))
+
+
+def _read_rate(path: Path) -> float:
+    """Bytes per second of this file, read from its beginning, past the page cache."""
     buffer = page_aligned(_PIECE)
     begun, read = time.perf_counter(), 0
-    with DirectFile(largest) as file:
-        last = file.size // _PIECE * _PIECE
+    with DirectFile(path) as file:
+        whole = file.size // _PIECE * _PIECE
         while (taken := time.perf_counter() - begun) < _SECONDS or not read:
-            read += file.read(buffer, read % last)
+            read += file.read(buffer, read % whole)
             taken = time.perf_counter() - begun
     return read / taken
-
-
-def _spill_rate() -> float:
-    """The same with a file made for it."""
-    spill = FileSpill(None)
-    try:
-        frame = spill.frame(up_to_page(_PIECE))
-        for slot in range(_SPILLED_PIECES):
-            spill.write(slot, frame)
-        begun = time.perf_counter()
-        for slot in range(_SPILLED_PIECES):
-            spill.read([slot], frame[None])
-        return _SPILLED_PIECES * len(frame) / (time.perf_counter() - begun)
-    finally:
-        spill.close()
 
 
 def _per_second(work: Callable[[], None], amount: int) -> float:

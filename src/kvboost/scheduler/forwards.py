@@ -105,7 +105,7 @@ class JobPrefiller:
         for job in jobs:
             job.state.clock.lap("waiting")
         try:
-            logits = finish_together(self._joint, [job.state for job in jobs])
+            logits = finish_together(self._joint.append, [job.state for job in jobs])
         except Exception as error:  # noqa: BLE001 - one job may be the cause: each runs alone and ends if it fails again
             self._failures.one_more()
             log = _log.warning if self._failures.count == 1 else _log.info

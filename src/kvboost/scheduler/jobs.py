@@ -24,8 +24,8 @@ from kvboost.core.prefill import Prefiller
 from kvboost.core.session import Session
 from kvboost.core.spans import ApproxSpans
 from kvboost.core.state import ChunkedPrompt
-from kvboost.errors import ConfigError
-from kvboost.hf.adapters import AS_SET, AdapterName
+from kvboost.errors import ClosedError, ConfigError
+from kvboost.hf.adapters import AdapterName, Adapters
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.runner import ModelRunner
 from kvboost.hf.sampling import Constraint, Drawing, Sampling, logits_processors
@@ -153,51 +153,45 @@ class RunnerLoad:
         return self.failure is None
 
 
-class ModelParts(Protocol):
+OfferCheck = Callable[[Prefiller, ChunkedPrompt, ApproxSpans | None, Sequence[int], AdapterName], None]
+"""Offers a finished request for a shadow check: its prompt, what was or could have been repositioned in it, the tokens
+generated after it, the adapter."""
+
+
+class ModelParts:
     """What a runner shares with the other requests of its engine."""
 
     runner: ModelRunner
     refusal: str | None
-
-    @property
-    def running(self) -> Callable[..., AbstractContextManager[None]]:
-        """``with running()`` keeps the model's adapters from changing."""
-        ...
+    """Why a model reuses nothing."""
+    layout: KVLayout | None
+    """The layout of the model's KV; None for a model without reuse."""
+    adapters: Adapters | None
+    """None for a model without reuse."""
+    running: Callable[..., AbstractContextManager[None]]
+    """``with running(adapter)``: the model uses this adapter until the end of the block."""
+    offer_check: OfferCheck
+    closed: bool = False
 
     @property
     def epoch(self) -> int:
         """Changes with every known change of adapters or weights."""
-        ...
+        return self.adapters.epoch if self.adapters is not None else 0
 
     @property
     def active_adapters(self) -> tuple[str, ...]:
         """The adapters that the model uses now."""
-        ...
+        return self.adapters.active if self.adapters is not None and self.adapters.names else ()
 
     @property
     def loaded_adapters(self) -> tuple[str, ...]:
-        """The adapters that jobs may name."""
-        ...
+        """The adapters that requests may name."""
+        return self.adapters.names if self.adapters is not None else ()
 
     def check_open(self) -> None:
         """Raise ClosedError once the engine was closed."""
-        ...
-
-    @property
-    def layout(self) -> KVLayout | None:
-        """The layout of the model's KV; None for a model without reuse."""
-        ...
-
-    def offer_check(
-        self,
-        prefiller: Prefiller,
-        prompt: ChunkedPrompt,
-        spans: ApproxSpans | None,
-        produced: Sequence[int],
-        adapter: AdapterName = AS_SET,
-    ) -> None:
-        """Offer a finished request for a shadow check, if anything was or could have been repositioned in it."""
-        ...
+        if self.closed:
+            raise ClosedError("this engine was closed; make a new one around the model")
 
 
 class BatchEngine(Protocol):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import warnings
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -220,7 +219,7 @@ class BatchRunner:
 
 
 def checked_engine(engine: BatchEngine, *, deterministic: bool) -> tuple[Session, KVLayout]:
-    """The engine's session and the layout of its KV. Called by the runner's constructor, whose caller is warned."""
+    """The engine's session and the layout of its KV."""
     session, layout = engine.session, engine.parts.layout
     if session is None or layout is None:
         raise ConfigError(f"jobs cannot be batched with this model ({engine.parts.refusal}); use engine.generate")
@@ -233,10 +232,6 @@ def checked_engine(engine: BatchEngine, *, deterministic: bool) -> tuple[Session
         raise ConfigError(
             "deterministic needs an engine with numerics='bitwise': with 'fast', the default on accelerators, an "
             "answer depends on what was stored before"
-        )
-    if engine.config.draft is not None:
-        warnings.warn(
-            "batched jobs are decoded without the engine's draft; engine.generate uses it", RuntimeWarning, stacklevel=3
         )
     return session, layout
 

@@ -21,19 +21,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvboost.engine import KVBoost
 from kvboost.errors import ConfigError
 from kvboost.scheduler.runner import BatchRunner
-from kvboost.serve.api import cache, messages, status, tokens
+from kvboost.serve.api import messages, status, tokens
 from kvboost.serve.api.chat import chat_completions
 from kvboost.serve.api.common import IGNORED
 from kvboost.serve.api.completions import completions
 from kvboost.serve.api.responses import responses
 from kvboost.serve.errors import ApiError, from_validation, speaks_anthropic
 from kvboost.serve.generation.service import Service
-from kvboost.serve.observability.requests import RequestLog
-from kvboost.serve.observability.tracing import Tracing
-from kvboost.serve.security.auth import Access, Gate, Keys
+from kvboost.serve.observability.requests import RequestLog, Tracing
+from kvboost.serve.security.auth import Access, Gate, Keys, RateLimit
 from kvboost.serve.security.bodies import BodyLimit, JsonRoute
 from kvboost.serve.security.limits import Limits
-from kvboost.serve.security.rates import RateLimit
 
 
 @dataclass(frozen=True)
@@ -59,11 +57,11 @@ ROUTES: Mapping[tuple[str, str], Route] = {
     ("POST", "/detokenize"): Route(Access.USER, tokens.detokenize),
     ("POST", "/v1/arrange"): Route(Access.USER, tokens.arrange),
     ("GET", "/metrics"): Route(Access.ADMIN, status.metrics),
-    ("GET", "/v1/cache"): Route(Access.ADMIN, cache.show),
-    ("POST", "/v1/cache/warm"): Route(Access.ADMIN, cache.warm),
-    ("POST", "/v1/cache/pin"): Route(Access.ADMIN, cache.pin),
-    ("DELETE", "/v1/cache/pin/{pin}"): Route(Access.ADMIN, cache.unpin),
-    ("POST", "/v1/cache/clear"): Route(Access.ADMIN, cache.clear),
+    ("GET", "/v1/cache"): Route(Access.ADMIN, status.show_cache),
+    ("POST", "/v1/cache/warm"): Route(Access.ADMIN, status.warm),
+    ("POST", "/v1/cache/pin"): Route(Access.ADMIN, status.pin),
+    ("DELETE", "/v1/cache/pin/{pin}"): Route(Access.ADMIN, status.unpin),
+    ("POST", "/v1/cache/clear"): Route(Access.ADMIN, status.clear),
 }
 _OPENAPI = "/openapi.json"
 ACCESS: Mapping[tuple[str, str], Access] = {

@@ -9,7 +9,6 @@ from kvboost.store.tiers.disk.directory import check_directory
 from kvboost.store.tiers.disk.tier import DiskTier
 from kvboost.store.tiers.host import HostTier
 from kvboost.store.tiers.redis.tier import RedisTier
-from kvboost.store.tiers.s3 import ObjectTier
 
 __all__ = [
     "DiskTier",
@@ -18,7 +17,6 @@ __all__ = [
     "LeastExpected",
     "LoadRules",
     "MemoryStore",
-    "ObjectTier",
     "RecordFormat",
     "RedisTier",
     "TieredStore",

@@ -1,20 +1,23 @@
-"""What a memory store knows of its blocks: whose they are, who holds them, and the leases that do.
+"""What a memory store knows of its blocks: whose they are, who holds them, the leases that do, which fits best.
 
-Used by :mod:`kvboost.store.memory`, under its lock.
+Used by :mod:`kvboost.store.memory`, under its lock; :func:`best_variant` by lookups in tiers too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Generic, Self, TypeVar
 
 from kvboost.errors import StoreError
 from kvboost.store.counters import Counters
-from kvboost.types import NOTHING_LOADED, KVBlock, LoadReport
+from kvboost.types import CONTEXT_MARK_BYTES, NOTHING_LOADED, BlockInfo, KVBlock, LoadReport
 
+AnyBlock = TypeVar("AnyBlock", KVBlock, BlockInfo)
 Found = TypeVar("Found", KVBlock, KVBlock | None)
+
+_ENOUGH_CONTEXT = 4  # chunks; how little context a chunk had counts only below this
 
 
 @dataclass(slots=True, eq=False)
@@ -69,3 +72,19 @@ class MemoryLease(Generic[Found]):
 
     def __exit__(self, *exception: object) -> None:
         self.release()
+
+
+def best_variant(blocks: Sequence[AnyBlock], *, marks: Set[bytes]) -> AnyBlock | None:
+    """The block that shares most of its context with ``marks``; then the one with more context; then the newest.
+
+    A chunk's keys and values depend on what stood before it when they were computed; the more of that stands before it
+    now, the less is wrong with them.
+    """
+    best: AnyBlock | None = None
+    best_score = (-1, -1, 0)
+    for block in blocks:
+        own = {block.context[i : i + CONTEXT_MARK_BYTES] for i in range(0, len(block.context), CONTEXT_MARK_BYTES)}
+        score = (len(own & marks), min(len(own), _ENOUGH_CONTEXT), -block.approx_depth)
+        if score >= best_score:
+            best, best_score = block, score
+    return best

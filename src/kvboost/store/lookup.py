@@ -16,10 +16,10 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from kvboost.extend import RunTier, Tier
+from kvboost.extend import Tier
 from kvboost.store.counters import TierCalls, TierWork
+from kvboost.store.held import best_variant
 from kvboost.store.memory import MemoryStore
-from kvboost.store.variants import best_variant
 from kvboost.streams import Streams
 from kvboost.types import (
     NOTHING_LOADED,
@@ -81,8 +81,6 @@ class Lookup:
     arrived: Callable[[Chunk, KVBlock], None] | None = None
     """Told of every block that is in memory now, while the next ones are still on their way."""
     tiers: dict[bytes, str] = field(default_factory=dict)
-    tokens: int = 0
-    """How many came."""
     rejected: int = 0
     """Blocks that came and were not the chunk's, or not of this model."""
     _declined: list[tuple[str, Sequence[Chunk], float, float]] = field(default_factory=list)
@@ -95,7 +93,6 @@ class Lookup:
     def came(self, chunk: Chunk, block: KVBlock, tier: str) -> None:
         """A block came from there and lies in memory."""
         self.tiers[block.key] = tier
-        self.tokens += chunk.end - chunk.start
         if self.arrived is not None:
             self.arrived(chunk, block)
 
@@ -162,13 +159,6 @@ class Claims:
             self._changed.notify_all()
 
 
-def finished(result: T) -> Future[T]:
-    """The future of work that is done."""
-    future: Future[T] = Future()
-    future.set_result(result)
-    return future
-
-
 class Background:
     """A thread that loads ahead of requests, in order of arrival; the work that waits is bounded."""
 
@@ -224,8 +214,6 @@ class Loader:
 
     def leading_run(self, tier: Tier, keys: Sequence[bytes]) -> int:
         """How many of the first of these a tier probably has."""
-        if isinstance(tier, RunTier):
-            return self._calls.ask(tier, 0, tier.leading_run, keys)
         there: Sequence[bool] = self._calls.ask(tier, [], tier.contains, keys)
         return next((index for index, found in enumerate(there) if not found), len(there))
 

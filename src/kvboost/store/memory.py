@@ -17,8 +17,7 @@ from kvboost.config import check_bytes
 from kvboost.extend import EvictionPolicy, StoreListener
 from kvboost.store.counters import ContentKeys, sum_of
 from kvboost.store.eviction import checked_policy
-from kvboost.store.held import Entry, MemoryLease, Share
-from kvboost.store.variants import best_variant
+from kvboost.store.held import Entry, MemoryLease, Share, best_variant
 from kvboost.types import (
     TOKEN_BYTES,
     Chunk,
@@ -53,8 +52,9 @@ class MemoryStore:
         policy: EvictionPolicy | None = None,
         quota_bytes: int | None = None,
         owner: str | None = None,
+        states_alone: bool = False,
     ) -> None:
-        """``quota_bytes`` is what each tenant may have of it."""
+        """``quota_bytes`` is what each tenant may have of it. With ``states_alone`` no room is left for KV."""
         self.owner = owner
         self.on_evict: Callable[[KVBlock], None] = lambda block: None
         """Called with every block that is evicted, while the store is locked: it must be quick and not call back."""
@@ -64,6 +64,7 @@ class MemoryStore:
         self._capacity, self._max_chunks = capacity_bytes, max_chunks
         self._quota = capacity_bytes if quota_bytes is None else min(capacity_bytes, quota_bytes)
         self._policy = checked_policy(policy)
+        self._least_for_states = capacity_bytes if states_alone else capacity_bytes // _STATES
         self._lock = threading.RLock()
         self._entries: dict[bytes, Entry] = {}
         self._contents = ContentKeys()
@@ -255,14 +256,8 @@ class MemoryStore:
             )
 
     @property
-    def memory_bytes(self) -> int:
-        """What all tenants hold together: never more than the capacity."""
-        with self._lock:
-            return self._bytes
-
-    @property
     def state_bytes(self) -> int:
-        """What of that are states of recurrent layers."""
+        """What of the bytes are states of recurrent layers."""
         with self._lock:
             return sum(self._states.values())
 
@@ -284,7 +279,7 @@ class MemoryStore:
         if block.tokens:
             return True
         held, yields = self.state_bytes + block.nbytes, self._yielding(block.nbytes, share)
-        while held > max((self._bytes + block.nbytes) // _STATES_OF_HELD, self._capacity // _STATES):
+        while held > max((self._bytes + block.nbytes) // _STATES_OF_HELD, self._least_for_states):
             oldest = next((key for key in self._states if yields(key)), None)
             if oldest is None:
                 return False

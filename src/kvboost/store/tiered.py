@@ -8,7 +8,7 @@ miss; writing never makes a request wait; what one request is loading, another w
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from kvboost.extend import ContentLease, Lease, StoreListener, TellingTier, Tier
 from kvboost.store.counters import Counters, TierCalls, TierWork
-from kvboost.store.lookup import Background, Loader, LoadRules, Lookup, finished, left_of
+from kvboost.store.lookup import Background, Loader, LoadRules, Lookup, left_of
 from kvboost.store.memory import MemoryStore
 from kvboost.store.write_behind import Unsaved, WriteBehind
 from kvboost.streams import BlockingStreams, Streams
@@ -27,37 +27,6 @@ T = TypeVar("T")
 
 _LOCAL = ("host", "disk")  # tiers that answer without a round trip
 _LOAD_ALWAYS = LoadRules()
-
-
-class _Announcer:
-    """Passes on what happens in tiers, once somebody listens.
-
-    A tier that does not report what it removes is left out: a listener would believe for ever what it heard once.
-    """
-
-    def __init__(self) -> None:
-        self._listener: StoreListener | None = None
-
-    def listen(self, listener: StoreListener, tiers: Iterable[Tier]) -> None:
-        """Tell ``listener`` from now on."""
-        self._listener = listener
-        for tier in tiers:
-            if isinstance(tier, TellingTier):
-                tier.on_remove(partial(_removed, listener, tier.name))
-
-    def stored(self, tier: Tier, block: KVBlock) -> None:
-        """A tier has this block."""
-        if self._listener is not None and isinstance(tier, TellingTier):
-            self._listener.stored(tier.name, block)
-
-    def missing(self, tier: Tier, key: bytes) -> None:
-        """A tier had said that it has this block, and has not: another process may have evicted it."""
-        if self._listener is not None and isinstance(tier, TellingTier):
-            self._listener.removed(tier.name, [key])
-
-
-def _removed(listener: StoreListener, tier: str, key: bytes) -> None:
-    listener.removed(tier, [key])
 
 
 class _Tenant:
@@ -97,7 +66,7 @@ class TieredStore:
         self._lock = threading.Lock()
         self._calls = TierCalls(tier.name for tier in tiers)
         self._ask = self._calls.ask
-        self._announcer = _Announcer()
+        self._listener: StoreListener | None = None
         self._writer = WriteBehind(
             waiting_bytes,
             streams=self._streams,
@@ -106,7 +75,7 @@ class TieredStore:
             offered=self._was_offered,
         )
         self._loader = Loader(
-            memory, self._calls, rules=rules, streams=self._streams, save=self._save, missing=self._announcer.missing
+            memory, self._calls, rules=rules, streams=self._streams, save=self._save, missing=self._missing
         )
         memory.on_evict = self._demote
         memory.selective = False  # what is loaded must pass through it, and what is new goes down from it
@@ -126,8 +95,20 @@ class TieredStore:
 
     def listen(self, listener: StoreListener) -> None:
         """Tell ``listener`` what the memory holds, and from now on what it and the tiers below gain and lose."""
-        self._announcer.listen(listener, self._own.tiers)
+        self._listener = listener
+        for tier in self._own.tiers:
+            if isinstance(tier, TellingTier):
+                tier.on_remove(partial(self._missing, tier))
         self._memory.listen(listener)
+
+    def _listener_of(self, tier: Tier) -> StoreListener | None:
+        """Who listens to a tier. One that does not report what it removes would be believed for ever."""
+        return self._listener if isinstance(tier, TellingTier) else None
+
+    def _missing(self, tier: Tier, key: bytes) -> None:
+        """A tier has this block no more, or said that it has it: another process may have evicted it."""
+        if (listener := self._listener_of(tier)) is not None:
+            listener.removed(tier.name, [key])
 
     def uncounted(self) -> AbstractContextManager[None]:
         """As :meth:`MemoryStore.uncounted`; the tiers count their loads all the same."""
@@ -189,18 +170,6 @@ class TieredStore:
     def in_background(self, work: Callable[[], T], *, tenant: str = "") -> Future[T] | None:
         """Run ``work``, which may wait for a tier, on the thread that loads ahead; None if too much waits already."""
         return self._of(tenant).background.run(work)
-
-    def prefetch(self, chunks: Sequence[Chunk]) -> Future[int]:
-        """Bring the longest leading run of ``chunks`` up into memory, in the background.
-
-        Returns at once. The result is how many tokens came up. Where too many wait already, nothing is done.
-        """
-        return self._of(_tenant(chunks)).background.run(partial(self._prefetched, chunks)) or finished(0)
-
-    def _prefetched(self, chunks: Sequence[Chunk]) -> int:
-        lookup = Lookup()
-        self._bring_up(chunks, lookup)
-        return lookup.tokens
 
     def leading_run(self, chunks: Sequence[Chunk]) -> int:
         """How many of ``chunks`` a lease would probably hold. Loads nothing and counts nothing."""
@@ -353,8 +322,8 @@ class TieredStore:
         """In the thread that writes: a tier was given a block and said what it did with it."""
         if outcome is PutOutcome.REFUSED:
             self._calls.add(tier, TierWork(refused=1))
-        else:
-            self._announcer.stored(tier, block)
+        elif (listener := self._listener_of(tier)) is not None:
+            listener.stored(tier.name, block)
 
     def _demote(self, block: KVBlock) -> None:
         """A block leaves the memory: tiers that end with the process get it now, the others if they missed it."""

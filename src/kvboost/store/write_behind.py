@@ -118,7 +118,7 @@ class WriteBehind:
                 job = self._waiting.popleft()
             try:
                 job.work()
-            except BaseException as error:  # noqa: BLE001 - what waits must go on; a panic of obstore is no Exception
+            except BaseException as error:  # noqa: BLE001 - whatever it is, what waits must go on
                 self._log_once(error)
                 for tier in job.tiers:
                     self._report(tier, error)

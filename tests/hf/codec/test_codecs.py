@@ -13,7 +13,7 @@ from kvboost.approx.reposition import Move
 from kvboost.errors import ConfigError
 from kvboost.hf.cache import KVLayout, SlabCache, TensorSpec
 from kvboost.hf.codec import CODECS, codec_for
-from kvboost.hf.codec.base import nbytes
+from kvboost.hf.codec.base import RoundingCodec, nbytes
 from kvboost.hf.codec.int4 import _hadamard
 
 _CPU = torch.device("cpu")
@@ -198,6 +198,19 @@ def test_what_was_packed_for_another_layout_is_refused_before_anything_is_writte
 def test_unknown_bits_are_refused_with_those_that_are_known() -> None:
     with pytest.raises(ConfigError, match="16, 8, 4"):
         codec_for(3, _layout((1, 4), (1, 4)))
+
+
+def test_a_rounding_codec_that_does_not_say_how_to_pack_cannot_be_made() -> None:
+    class Forgetful(RoundingCodec):
+        name = "forgetful"
+
+        def _tokens(self, packed: Any) -> int:
+            return 1
+
+        def _write(self, packed: Any, targets: Any) -> None: ...
+
+    with pytest.raises(TypeError, match="pack"):
+        Forgetful(_layout((1, 4), (1, 4)))
 
 
 @pytest.mark.parametrize("bits", [8, 4])

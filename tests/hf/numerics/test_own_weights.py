@@ -6,16 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import grouped_mm, linear
 
 from kvboost.core.verify import same_bits
 from kvboost.hf.attention import UnsupportedAttentionError
 from kvboost.hf.cache import SlabCache
 from kvboost.hf.numerics import choose_numerics, own_weights
 from kvboost.hf.numerics.own_weights import WholeVectors, forward_of, is_own, shapes_of
+from kvboost.hf.numerics.rows import RowSizes
+from kvboost.hf.numerics.tiles import Tiles
 from kvboost.hf.probe import probe_model
 from kvboost.hf.shape import shape_of
 from tests.helpers.models import tiny_model
+from tests.helpers.packing import pack_all
 
 _IDS = (torch.arange(400) * 7919 % 97).view(1, -1)
 _WIDE = {"hidden_size": 512, "moe_intermediate_size": 768, "max_position_embeddings": 1024}
@@ -23,7 +26,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": _WIDE,
     "qwen2_moe": {**_WIDE, "num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 256},
     "mixtral": {"hidden_size": 512, "intermediate_size": 768, "max_position_embeddings": 1024},
-    "olmoe": {"hidden_size": 512, "intermediate_size": 768, "num_experts": 4, "num_experts_per_tok": 2},
+    # of three the order of their sum is seen, and of two it is not
+    "olmoe": {"hidden_size": 512, "intermediate_size": 768, "num_experts": 8, "num_experts_per_tok": 3},
 }
 
 
@@ -93,6 +97,8 @@ class _Other(torch.nn.Module):
         lambda x, w: x @ w,
         lambda x, w: torch.einsum("ri,oi->ro", x, w),
         lambda x, w: linear(x, w[:2]),
+        lambda x, w: grouped_mm(x, w[None], offs=torch.tensor([2]), bias=w[:1]),
+        lambda x, w: grouped_mm(x, w.t()[None].contiguous(), offs=torch.tensor([2])),
     ],
 )
 def test_what_multiplies_otherwise_is_refused_when_it_runs(multiply: Any) -> None:
@@ -107,4 +113,31 @@ def test_only_transformers_modules_with_matrices_are_taken() -> None:
     assert own == {"Qwen3MoeExperts", "Qwen3MoeTopKRouter"}
     assert not is_own(_Other(torch.matmul), known)
     experts = model.model.layers[0].mlp.experts
-    assert {shape[:2] for shape in shapes_of(experts)} == {(48, 32), (32, 24)}
+    assert {shape[:2] for shape, _ in shapes_of(experts)} == {(48, 32), (32, 24)}
+
+
+def test_rows_of_no_expert_are_zero() -> None:
+    sizes = {(4, 4, torch.float32, False): RowSizes(1, 32, (), 24)}
+    offs = torch.tensor([2, 2, 3])
+    other = _Other(lambda x, w: grouped_mm(x, torch.stack([w * n for n in (1, 5, 7)]).transpose(1, 2), offs=offs))
+    expected = torch.ones(5, 4) * torch.tensor([1.0, 1, 7, 0, 0])[:, None]
+    assert torch.equal(forward_of(other, sizes)(torch.ones(5, 4)), expected)
+
+
+def test_packed_experts_take_what_may_be_packed_and_follow_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    pack_all(monkeypatch)
+    model, other, same = (tiny_model("qwen3_moe", seed=seed, **_WIDE) for seed in (0, 1, 0))
+    layout = probe_model(model).layout
+    every, some, none = (Tiles(model, layout, granule=256, budget=budget) for budget in (1 << 30, 38_000_000, 0))
+    experts = sum(weight.nbytes for name, weight in model.named_parameters() if "experts" in name)
+    assert every.packed_bytes > experts > none.packed_bytes == 0
+    assert every.packed_bytes - experts < some.packed_bytes <= 38_000_000
+    before = _kv(model, layout, every, [])
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(other.get_parameter(name))
+    written = _kv(model, layout, every, [])
+    assert not same_bits(before[-1], written[-1])
+    for name, weight in model.named_parameters():
+        weight.data = same.get_parameter(name).data
+    assert all(same_bits(one, again) for one, again in zip(before, _kv(model, layout, every, []), strict=True))

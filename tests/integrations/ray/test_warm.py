@@ -186,7 +186,7 @@ def test_it_needs_a_shared_tier(installed: None, tmp_path: Path, capsys: pytest.
 
     (tmp_path / "a.txt").write_text("hello")
     assert main(["warm", "no-model", str(tmp_path), "--ray", "--disk-cache-dir", str(tmp_path / "kv")]) == 2
-    assert "--remote-url or --object-url" in capsys.readouterr().err
+    assert "give --remote-url, where all can write" in capsys.readouterr().err
 
 
 def test_a_server_that_answers_late_is_not_taken_for_empty(

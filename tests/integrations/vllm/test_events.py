@@ -16,9 +16,9 @@ import pytest
 pytest.importorskip("msgspec", reason="needs kvboost[fleet]")
 pytest.importorskip("zmq", reason="needs kvboost[fleet]")
 
+from examples.fleet.subscriber import EventSubscriber
 from kvboost.fleet.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, StoreEvents
 from kvboost.fleet.publish import EventPublisher
-from kvboost.fleet.subscribe import EventSubscriber
 from kvboost.store import MemoryStore
 from kvboost.types import Chunk
 from tests.contracts.blocks import SIZE, block_of

@@ -239,28 +239,12 @@ def test_a_batch_beyond_the_budget_runs_prompt_by_prompt(plain: KVBoost, caches:
         assert len(caches) == 1
 
 
-def test_a_batch_beyond_the_budget_uses_no_draft_either() -> None:
-    with engine_of(draft="prompt-lookup") as engine:
-        assert engine.generate(_SHORT, **_GREEDY).speculation is not None
-        results = engine.generate_batch([_SHORT, _PROMPT], **_GREEDY)
-        assert [result.speculation for result in results] == [None, None]
-
-
 def test_a_result_from_pages_carries_no_closed_cache(plain: KVBoost) -> None:
     for one, kept in ((plain, True), (engine_of(), False)):
         raw = one.generate(_PROMPT, return_dict_in_generate=True, **_GREEDY).raw
         assert (raw.past_key_values is not None) is kept
         assert ("past_key_values" in raw) is kept
         assert raw.sequences.shape == (1, 424)
-
-
-def test_a_request_in_pages_says_that_it_went_without_the_draft() -> None:
-    with engine_of(draft="prompt-lookup") as engine:
-        result = engine.generate(_PROMPT, **_GREEDY)
-        assert result.speculation is None
-        assert "without the engine's draft" in str(result.reuse.reason)
-        unasked = engine.generate(_PROMPT, assistant_model=None, **_GREEDY).reuse
-        assert "draft" not in str(unasked.reason)
 
 
 def test_what_cannot_be_paged_is_refused() -> None:

@@ -13,8 +13,7 @@ from kvboost import KVBoost
 from kvboost.serve.api.responses import ItemEvents
 from kvboost.serve.generation import turns as remembered
 from kvboost.serve.generation.parts import Content, Reasoning
-from kvboost.serve.generation.prompts import Turn
-from kvboost.serve.generation.turns import ResponseMemory, turns_of_items
+from kvboost.serve.generation.turns import ResponseMemory, Turn, turns_of_items
 from kvboost.serve.schemas.responses import ResponsesRequest
 from kvboost.serve.security.auth import Keys
 from tests.helpers.tokenizer import byte_tokenizer

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvboost.serve.generation.calls import JsonSpan, read_alone, read_mistral, read_object, read_tagged
-from kvboost.serve.generation.parts import Call
+from kvboost.serve.generation.parts import Call, JsonSpan, read_alone, read_mistral, read_object, read_tagged
 
 _PARIS = Call("get_weather", {"city": "Paris"})
 _CODER = (

@@ -8,9 +8,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from kvboost import KVBoost
-from kvboost.serve.generation import replies
-from kvboost.serve.generation.prompts import ChatPrompts, Turn, to_turn
-from kvboost.serve.generation.replies import ReplyMemory
+from kvboost.serve.generation import prompts
+from kvboost.serve.generation.prompts import ChatPrompts, ReplyMemory
+from kvboost.serve.generation.turns import Turn, to_turn
 from kvboost.serve.schemas.base import Message
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer
@@ -134,7 +134,7 @@ def test_a_longer_chat_has_the_boundaries_of_the_shorter_one() -> None:
 
 
 def test_the_memory_of_replies_is_bounded() -> None:
-    memory = ReplyMemory(10 * (4 * 10 + replies._KEY_BYTES))
+    memory = ReplyMemory(10 * (4 * 10 + prompts._KEY_BYTES))
     for number in range(50):
         memory.remember(tenant="t", cache_key="", before="b", reply=f"reply {number}", ids=range(10))
     kept = [n for n in range(50) if memory.find(tenant="t", cache_key="", before="b", reply=f"reply {n}")]

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from kvboost.serve.generation import replies
-from kvboost.serve.generation.prompts import ChatPrompts, Turn
-from kvboost.serve.generation.replies import ReplyMemory, TextBefore
+from kvboost.serve.generation import prompts
+from kvboost.serve.generation.prompts import ChatPrompts, ReplyMemory, TextBefore
+from kvboost.serve.generation.turns import Turn
 from tests.helpers.tokenizer import byte_tokenizer
 
 
@@ -25,13 +25,13 @@ def test_a_text_that_grows_finds_what_the_whole_text_was_remembered_with() -> No
 
 def test_texts_are_hashed_before_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     memory, held = ReplyMemory(), []
-    make_keys = replies._keys
+    make_keys = prompts._keys
 
     def keys(*given: Any) -> Any:
         held.append(memory._lock.locked())
         return make_keys(*given)
 
-    monkeypatch.setattr(replies, "_keys", keys)
+    monkeypatch.setattr(prompts, "_keys", keys)
     memory.remember(tenant="t", cache_key="", before="", reply="yes", ids=[1])
     assert memory.find(tenant="t", cache_key="", before="", reply="yes") == [1]
     assert held == [False, False]
@@ -61,7 +61,7 @@ _sha256 = hashlib.sha256
 
 
 def test_hashing_a_chat_takes_as_long_as_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvboost.serve.generation.replies.hashlib.sha256", _Counting)
+    monkeypatch.setattr("kvboost.serve.generation.prompts.hashlib.sha256", _Counting)
     turns = [
         Turn({"role": role, "content": f"{role} {number} " * 5})
         for number in range(200)
@@ -79,4 +79,4 @@ def test_replies_of_one_tenant_can_be_forgotten() -> None:
     assert memory.find(tenant="a", cache_key="", before="x", reply="yes") is None
     assert memory.find(tenant="b", cache_key="", before="x", reply="yes") == [1, 2]
     memory.forget("b")
-    assert memory._bytes == 0
+    assert memory._bytes.total() == 0

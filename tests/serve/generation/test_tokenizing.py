@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvboost.serve.errors import ApiError
-from kvboost.serve.generation.tokenizing import PromptLengths
+from kvboost.serve.security.limits import PromptLengths
 from tests.helpers.tokenizer import byte_tokenizer
 
 

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvboost.serve.app import ROUTES
-from kvboost.serve.observability.tracing import Tracing, is_enabled
+from kvboost.serve.observability.requests import Tracing, is_enabled
 from kvboost.serve.security.auth import tenant_of
 from tests.serve.conftest import ADMIN_KEY, KEY, SECRET, Running
 
@@ -52,12 +52,6 @@ def _requests(spans: InMemorySpanExporter, *, count: int = 1) -> list[Any]:
         time.sleep(0.01)
 
 
-def _told(spans: InMemorySpanExporter) -> tuple[Any, dict[str, Any]]:
-    """The span of the one request, and those of its stages by name."""
-    (request,) = _requests(spans)
-    return request, {span.name: span for span in spans.get_finished_spans() if span is not request}
-
-
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_one_span_says_what_was_read_and_reused(
     client: openai.OpenAI, spans: InMemorySpanExporter, stream: bool
@@ -69,12 +63,14 @@ def test_one_span_says_what_was_read_and_reused(
     else:
         answer = client.chat.completions.create(**_ASKED)
         usage, answer_id = answer.usage, answer.id
-    request, stages = _told(spans)
+    (request,) = _requests(spans)
     assert request.name == "POST /v1/chat/completions"
     assert request.kind is trace.SpanKind.SERVER
     assert format(request.context.trace_id, "032x") == _TRACE
     assert format(request.parent.span_id, "016x") == _PARENT
-    assert dict(request.attributes) == {
+    attributes = dict(request.attributes)
+    waited = attributes.pop("kvboost.waiting_ms")
+    assert attributes == {
         "http.request.method": "POST",
         "http.route": "/v1/chat/completions",
         "http.response.status_code": 200,
@@ -91,13 +87,7 @@ def test_one_span_says_what_was_read_and_reused(
         "kvboost.bitwise": True,
         "kvboost.ttft_ms": usage.kvboost["ttft_ms"],
     }
-    assert set(stages) == {"queue", "prefill", "decode"}
-    borders = [stages[name].start_time for name in ("queue", "prefill", "decode")] + [stages["decode"].end_time]
-    assert sorted(borders) == borders
-    assert request.start_time <= borders[0]
-    assert borders[-1] <= request.end_time
-    assert {span.parent.span_id for span in stages.values()} == {request.context.span_id}
-    assert (borders[2] - borders[0]) / 1e6 == pytest.approx(usage.kvboost["ttft_ms"], abs=0.01)
+    assert 0 <= waited <= usage.kvboost["ttft_ms"]
 
 
 _BODIES: dict[str, dict[str, Any] | None] = {
@@ -120,13 +110,11 @@ def test_every_route_answers_while_somebody_listens(keyed: Running, spans: InMem
     with keyed.http(ADMIN_KEY) as http:
         answer = http.post(path, json=_BODIES[path])
     assert answer.status_code == 200, answer.text
-    request, stages = _told(spans)
+    (request,) = _requests(spans)
     assert request.name == f"POST {path}"
     assert request.attributes["http.response.status_code"] == 200
     generates = path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
     assert ("gen_ai.operation.name" in request.attributes) == generates
-    reads = generates or path in ("/v1/cache/warm", "/v1/cache/pin")
-    assert set(stages) == ({"queue", "prefill", "decode"} if reads else set())
 
 
 def test_nothing_a_client_wrote_is_told(keyed: Running, spans: InMemorySpanExporter) -> None:
@@ -153,7 +141,7 @@ def test_who_has_no_key_makes_no_spans(keyed: Running, spans: InMemorySpanExport
 
 def test_a_broken_traceparent_begins_a_new_trace(client: openai.OpenAI, spans: InMemorySpanExporter) -> None:
     client.completions.create(model="tiny", prompt="x", max_tokens=1, extra_headers={"traceparent": "00-zz-1-01"})
-    request, _ = _told(spans)
+    (request,) = _requests(spans)
     assert request.parent is None
 
 
@@ -167,7 +155,7 @@ def test_a_failure_tells_its_kind_and_not_its_words(spans: InMemorySpanExporter)
 
     with pytest.raises(KeyError):
         asyncio.run(_call(Tracing(fail, paths={"/x"})))
-    request, _ = _told(spans)
+    (request,) = _requests(spans)
     assert request.status.status_code is trace.StatusCode.ERROR
     assert request.attributes["error.type"] == "KeyError"
     assert "moon" not in request.to_json()
@@ -178,7 +166,7 @@ def test_inside_another_span_it_is_a_part_of_that(spans: InMemorySpanExporter) -
 
     with trace.get_tracer("around").start_as_current_span("around") as around:
         asyncio.run(_call(Tracing(answer, paths={"/x"})))
-    request, _ = _told(spans)
+    (request,) = _requests(spans)
     assert request.parent.span_id == around.get_span_context().span_id
     assert request.kind is trace.SpanKind.INTERNAL
 

@@ -11,7 +11,7 @@ from kvboost import KVBoost
 from kvboost.serve import Keys, Limits
 from kvboost.serve.app import make_app
 from kvboost.serve.errors import ApiError
-from kvboost.serve.security.rates import Rates
+from kvboost.serve.security.limits import Rates
 from tests.serve.asgi import ask
 from tests.serve.conftest import KEY, OTHER_KEY, Running
 

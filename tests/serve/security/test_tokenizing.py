@@ -17,7 +17,8 @@ import pytest
 
 from kvboost import KVBoost
 from kvboost.serve import Keys
-from kvboost.serve.generation.prompts import ChatPrompts, Turn
+from kvboost.serve.generation.prompts import ChatPrompts
+from kvboost.serve.generation.turns import Turn
 from tests.helpers.tokenizer import byte_tokenizer
 from tests.serve.conftest import KEY, OTHER_KEY, SECRET, Running
 
@@ -55,6 +56,11 @@ def hold(running: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     asyncio.run(service.tokenizing.run("", lambda: None))  # its thread has nothing left of this test
 
 
+def _waiting(running: Running) -> int:
+    """Prompts that are not being tokenised yet."""
+    return running.service.tokenizing._short.waiting + running.service.reading.waiting
+
+
 def _until(condition: Callable[[], bool], *, seconds: float = 3.0) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -89,11 +95,11 @@ def test_a_client_that_goes_away_ends_the_wait_of_its_prompt(
     with ExitStack() as stack:
         for _ in range(2):  # one is being tokenised, the other waits
             stack.enter_context(_sent(running, path))
-        assert _until(lambda: running.service.tokenizing.waiting == 1)
+        assert _until(lambda: _waiting(running) == 1)
     assert _until(lambda: _left(running) == before + 2), (
         "the requests ended, though the first prompt is still being tokenised"
     )
-    assert running.service.tokenizing.waiting == 0, "nobody waits for the second prompt, so it has left the queue"
+    assert _waiting(running) == 0, "nobody waits for the second prompt, so it has left the queue"
     assert len(running.runner.jobs) == jobs
 
 
@@ -101,7 +107,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(running: Running, hold: Cal
     hold(at_least=1000)
     long = {"model": "tiny", "prompt": "x" * 20_000}
     with _sent(running, "/tokenize", long), _sent(running, "/tokenize", long), running.http() as http:
-        assert _until(lambda: running.service.tokenizing.waiting == 1), "of the long ones; the other is being tokenised"
+        assert _until(lambda: _waiting(running) == 1), "of the long ones; the other is being tokenised"
         answer = http.post("/tokenize", json=_ASKED["/tokenize"], timeout=5)
     assert answer.status_code == 200
 
@@ -128,7 +134,7 @@ def test_a_long_conversation_that_is_remembered_is_a_long_prompt(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody with a short prompt waits for it, though the body that goes on with it is short."""
-    monkeypatch.setattr("kvboost.serve.generation.tokenizing._LARGE_BYTES", 500)
+    monkeypatch.setattr("kvboost.serve.security.bodies._LARGE_BYTES", 500)
     threads: list[str] = []
     service = running.service
     for owner, name in ((service, "encode"), (service.chats, "remember"), (service.responses, "remember")):

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvboost.store.admin import ArchiveReader, ArchiveWriter, KeyRing, Verdict, check
+from kvboost.store.admin.archive import ArchiveReader, ArchiveWriter
+from kvboost.store.admin.base import KeyRing, Verdict, check
 from kvboost.store.record.format import RecordFormat, space_of
 from tests.contracts.blocks import namespace
 from tests.helpers.places import blocks_of

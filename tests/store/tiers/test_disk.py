@@ -504,7 +504,7 @@ def test_everything_is_removed_whosever_it_is(tmp_path: Path) -> None:
     own, other = open_tier(tmp_path), open_tier(tmp_path, of=namespace(tenant="other"))
     store_all(own, prompt("a", "b"))
     store_all(other, prompt("a"))
-    own.purge_all()
+    own.purge(None)
     assert record_files(tmp_path) == []
     assert own.directory_bytes() == 0
 

@@ -16,7 +16,6 @@ from kvboost.store.record.format import RecordFormat
 from kvboost.store.record.header import info_of
 from kvboost.store.tiers.disk import directory as directory_module
 from kvboost.store.tiers.disk.index import EVICTED_AT_ONCE, ChunkIndex, Limits, NewEntry, Room
-from kvboost.store.tiers.s3 import ObjectTier
 from kvboost.types import PutOutcome
 from tests.contracts.blocks import block_of, namespace
 from tests.contracts.content import prompt
@@ -27,9 +26,7 @@ LARGE, SMALL = 2**30, 40_000
 
 
 def tier_of(place: Place, capacity: int | None) -> Any:
-    if place.kind == "disk":
-        return DiskTier(place.url, capacity_bytes=capacity, records=RECORDS)
-    return ObjectTier(place.url, capacity_bytes=capacity, records=RECORDS, timeout_s=30.0)
+    return DiskTier(place.url, capacity_bytes=capacity, records=RECORDS)
 
 
 def store(tier: Any, *words: str) -> list[PutOutcome]:
@@ -47,7 +44,7 @@ def _stored_with(place: Place, capacity: int, word: str) -> Any:
     return tier
 
 
-@pytest.mark.parametrize("place", ["disk", "s3"], indirect=True)
+@pytest.mark.parametrize("place", ["disk"], indirect=True)
 def test_a_later_writer_keeps_the_limit_of_the_first_and_is_told(place: Place) -> None:
     words = [f"chunk {number}" for number in range(12)]
     first = tier_of(place, LARGE)
@@ -77,16 +74,6 @@ def test_the_command_changes_the_limit_for_those_who_run(place: Place) -> None:
     assert kept(tier, *words) == 100 - evicted > 0
     assert store(tier, "one more") == [PutOutcome.STORED]
     assert tier.stats().bytes <= SMALL == tier.stats().capacity_bytes
-    tier.close()
-
-
-def test_a_bucket_refuses_what_is_beyond_its_limit(s3_url: str) -> None:
-    place = Place("s3", s3_url)
-    assert open_catalogue(place.url).limit() is None
-    set_limit(place.url, SMALL)
-    tier = tier_of(place, None)
-    assert PutOutcome.REFUSED in store(tier, *map(str, range(20)))
-    assert tier.stats().bytes <= SMALL
     tier.close()
 
 

@@ -174,12 +174,6 @@ def test_an_url_says_what_is_given() -> None:
     assert EngineConfig(remote_url=url).remote_url == url
 
 
-def test_a_ledger_is_needed_no_more() -> None:
-    with pytest.raises(ConfigError, match="leave ledger= out") as error:
-        parse_mooncake("mooncake://m?ledger=redis://:secret@h")
-    assert "secret" not in str(error.value)
-
-
 @pytest.mark.parametrize(
     "url",
     [

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from benchmarks.common.servers import RedisServer
 from kvboost.extend import ChunkStore, Tier
-from kvboost.store import DiskTier, MemoryStore, ObjectTier, RecordFormat, RedisTier, TieredStore
+from kvboost.store import DiskTier, MemoryStore, RecordFormat, RedisTier, TieredStore
 from kvboost.store.write_behind import WriteBehind
 from kvboost.streams import BlockingStreams
 from kvboost.types import KVBlock, Namespace, PutOutcome
@@ -25,8 +25,6 @@ from tests.contracts.store import held_keys
 from tests.helpers.places import set_limit
 from tests.store.test_memory import put_all
 from tests.store.test_tiered import ShelfTier
-from tests.store.tiers.test_s3 import folder  # noqa: F401 - a fixture
-from tests.store.tiers.test_s3 import open_tier as open_objects
 
 _LARGE = 10**8
 
@@ -75,19 +73,16 @@ class TestRedisForAnotherNamespace(TierContract):
         return first.for_namespace(RecordFormat(namespace))
 
 
-@pytest.fixture(params=["disk", "redis", "objects"])
+@pytest.fixture(params=["disk", "redis"])
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Any, Any]]:
     """Two tenants' tiers over the same place, the second made beside the first."""
     one, other = _formats()
-    first: DiskTier | RedisTier | ObjectTier
+    first: DiskTier | RedisTier
     if request.param == "disk":
         first = DiskTier(tmp_path, capacity_bytes=_LARGE, records=one)
-    elif request.param == "redis":
+    else:
         url = request.getfixturevalue("redis_at").url
         first = RedisTier(url, records=one, timeout_s=30.0)
-    else:
-        port, place = request.getfixturevalue("s3"), request.getfixturevalue("folder")
-        first = open_objects(port, place, of=one.namespace)
     yield first, first.for_namespace(other)
     first.close()
 
@@ -133,10 +128,10 @@ def test_tenants_share_the_memory_and_nothing_else() -> None:
     assert stats.bytes == stats.capacity_bytes == 200, "the quota"
     assert {block.tenant for block in gone} == {"other"}, "one tenant's quota was made room for at another's cost"
     put_all(store, prompt("c"))
-    assert store.memory_bytes == store.stats().bytes == 500
+    assert store._bytes == store.stats().bytes == 500
     assert held_keys(store, chunks) == [chunk.prefix_key for chunk in chunks]
     store.clear("other")
-    assert store.memory_bytes == 300
+    assert store.stats().bytes == 300
     assert (store.stats("other").chunks, store.stats("one").chunks) == (0, 2)
 
 
@@ -161,7 +156,7 @@ def test_no_workload_breaks_a_limit_or_shows_anothers_blocks(
                 if store.put(block_of(chunk, size)) is PutOutcome.REFUSED:
                     break
         stats = [store.stats(tenant) for tenant in tenants]
-        assert sum(each.bytes for each in stats) == store.memory_bytes == store.stats().bytes <= capacity
+        assert sum(each.bytes for each in stats) == store._bytes == store.stats().bytes <= capacity
         assert quota is None or max(each.bytes for each in stats) <= quota
         assert sum(each.chunks for each in stats) == len(store._entries)
         assert all(each.leased == 0 for each in stats)

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from benchmarks.common.servers import RedisServer
-from kvboost.store import MemoryStore, TieredStore
 from kvboost.store.admin import open_catalogue
 from kvboost.store.record.format import RecordFormat
-from kvboost.store.tiers.s3 import ObjectTier, _ObjectBackend
-from tests.contracts.blocks import block_of, namespace
+from tests.contracts.blocks import block_of
 from tests.contracts.content import prompt
 from tests.helpers.places import Place, blocks_of, of
 
@@ -32,14 +30,14 @@ def test_all_tenants_go_also_those_that_nobody_knows_any_more(place: Place) -> N
     for records in (ACME, OTHER, REVOKED):
         place.fill(records, blocks_of("a", "b"))
     tier = place.tier(ACME)
-    tier.purge_all()
+    tier.purge(None)
     assert tier.stats().chunks == 0
     tier.close()
     assert records_in(place) == 0
     for records in (ACME, REVOKED):
         place.fill(records, blocks_of("a", "b"))
     catalogue = open_catalogue(place.url)
-    assert catalogue.purge_all() == 4
+    assert catalogue.purge(None) == 4
     catalogue.close()
     assert records_in(place) == 0
 
@@ -67,40 +65,6 @@ def test_a_purge_leaves_other_programs_values_alone(redis_at: RedisServer, clien
     catalogue = open_catalogue(place.url)
     assert catalogue.purge(OTHER.namespace.tenant) == 2
     catalogue.close()
-    tier.purge_all()
+    tier.purge(None)
     assert client.dbsize() == 5000
-    tier.close()
-
-
-def test_a_lookup_in_a_bucket_stops_at_the_first_miss(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    size = _ObjectBackend.size
-
-    def counted(self: _ObjectBackend, path: str) -> int | None:
-        asked.append(path)
-        return size(self, path)
-
-    tier = ObjectTier(s3_url, records=RecordFormat(namespace()), timeout_s=30.0)
-    chunks = prompt(*map(str, range(200)))
-    for chunk in chunks[:3]:
-        tier.store(block_of(chunk))
-    monkeypatch.setattr(_ObjectBackend, "size", counted)
-    store = TieredStore(MemoryStore(10**6), [tier])
-    assert store.leading_run(chunks) == 3
-    assert 4 <= len(asked) <= 4 + tier._backend.ahead
-    asked.clear()
-    lease = store.lease(chunks)
-    assert len(lease.blocks) == 3
-    assert len(asked) <= 4 + tier._backend.ahead
-    lease.release()
-    store.close()
-
-
-def test_a_whole_run_in_a_bucket_is_found(s3_url: str) -> None:
-    tier = ObjectTier(s3_url, records=RecordFormat(namespace()), timeout_s=30.0)
-    chunks = prompt(*map(str, range(20)))
-    for chunk in chunks:
-        tier.store(block_of(chunk))
-    assert tier.leading_run([chunk.prefix_key for chunk in chunks]) == 20
-    assert tier.leading_run([]) == 0
     tier.close()

@@ -452,40 +452,6 @@ def test_loads_that_are_given_up_leave_nothing_under_way(redis_at: RedisServer) 
     tier.close()
 
 
-# Earlier versions
-
-
-def test_values_of_the_ledgers_format_are_ignored_and_can_be_removed(redis_at: RedisServer, client: Any) -> None:
-    own = namespace()
-    tenant, space = own.tenant.hex(), RecordFormat(own).space.hex()
-    key = prompt("a")[0].prefix_key.hex()
-    old = [
-        f"kvboost:{tenant}:{space}:{key}",
-        f"kvboost:{{{tenant}:{space}:{key}}}",
-        f"kvboost:ledger:of:{tenant}:{space}",
-        f"{{kvboost}}:{tenant}:{space}:content:{key}",
-    ]
-    ledger = ["kvboost:ledger", "{kvboost}:ledger:entries", "kvboost-mooncake:ledger"]
-    client.mset(dict.fromkeys([*old, *ledger, "of another program", "kvboost:3:later"], b"x"))
-    tier = open_tier(redis_at)
-    assert tier.contains(keys(prompt("a"))) == [False]
-    store_all(tier, prompt("a", "b"))
-    catalogue = open_catalogue(redis_at.url)
-    assert len(list(catalogue.entries())) == 2
-    assert catalogue.purge_outdated() == 6  # and a pointer, which is no record
-    assert client.exists("kvboost:3:later")
-    client.delete("kvboost:3:later")
-    assert tier.contains(keys(prompt("a", "b"))) == [True, True]
-    client.mset(dict.fromkeys(old, b"x"))
-    tier.purge(own.tenant)
-    assert names_in(client) == [b"of another program"]
-    client.mset(dict.fromkeys([*old, *ledger], b"x"))
-    assert catalogue.purge_all() == 6
-    assert names_in(client) == [b"of another program"]
-    catalogue.close()
-    tier.close()
-
-
 def test_what_the_server_lost_is_written_again_by_who_still_has_it(redis_at: RedisServer, client: Any) -> None:
     """Who has a prompt in memory never stores it again, and others would miss its beginning for ever."""
     chunks = prompt(*"abcd")

@@ -205,9 +205,9 @@ def test_a_purge_that_could_not_look_everywhere_says_so() -> None:
         cluster.nodes[2].process.kill()
         cluster.nodes[2].process.wait()
         with pytest.raises(PlaceError, match="check that it runs"):
-            catalogue.purge_all()
+            catalogue.purge(None)
         with pytest.warns(RuntimeWarning, match="cannot be used"):
-            tier.purge_all()
+            tier.purge(None)
         assert sum(tier.health().values()) == 1
 
 

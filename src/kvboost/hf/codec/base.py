@@ -1,4 +1,4 @@
-"""The protocol of codecs for stored KV, the raw codec, and helpers for the others.
+"""Codecs for stored KV: the one that changes nothing, and what the others have in common.
 
 The engine packs a block's tensors when it stores a chunk and unpacks them into a cache when it places one.
 Invariants: packed tensors share no memory with their input; equal input gives equal bytes; tensors that do not fit the
@@ -7,8 +7,8 @@ layout are refused before anything is written.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import torch
 
@@ -20,52 +20,67 @@ _LARGEST = 1e30  # beyond any KV; sums over a head and over a block stay finite 
 _GROUP = 64
 
 
-class KVCodec(Protocol):
-    """Packs the tensors of blocks of one layout, and unpacks them into caches."""
-
-    @property
-    def name(self) -> str:
-        """Part of the fingerprint: blocks of different codecs never mix."""
-        ...
-
-    @property
-    def lossless(self) -> bool:
-        """Whether unpacking gives back the same bits. If not, blocks are not bitwise, nor is what follows them."""
-        ...
-
-    def pack(self, tensors: Sequence[torch.Tensor], *, start: int) -> tuple[torch.Tensor, ...]:
-        """The tensors to store, from tensors as :meth:`SlabCache.span` returns them for positions from ``start`` on."""
-        ...
-
-    def place(self, cache: SlabCache, start: int, packed: Sequence[torch.Tensor], *, row: int = 0) -> None:
-        """Unpack into the positions of ``cache`` from ``start`` on; keys keep their rotation."""
-        ...
-
-    def unpack(self, packed: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The block's tensors again, as :meth:`SlabCache.place` and :meth:`KeyRepositioner.place` take them."""
-        ...
-
-
-class RawCodec:
-    """Keeps KV as the model has it."""
+class KVCodec:
+    """Packs the tensors of blocks of one layout, and unpacks them into caches: as they are, but for subclasses."""
 
     name = "raw"
+    """Part of the fingerprint: blocks of different codecs never mix."""
     lossless = True
+    """Whether unpacking gives back the same bits. If not, blocks are not bitwise, nor is what follows them."""
 
     def __init__(self, layout: KVLayout) -> None:
         self._layout = layout
 
     def pack(self, tensors: Sequence[torch.Tensor], *, start: int) -> tuple[torch.Tensor, ...]:
-        """Copies."""
+        """The tensors to store, from tensors as :meth:`SlabCache.span` returns them for positions from ``start`` on."""
         return tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors)
 
     def place(self, cache: SlabCache, start: int, packed: Sequence[torch.Tensor], *, row: int = 0) -> None:
-        """One copy per slab."""
+        """Unpack into the positions of ``cache`` from ``start`` on; keys keep their rotation."""
         cache.place(start, packed, row=row)
 
     def unpack(self, packed: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The same tensors."""
+        """The block's tensors again, as :meth:`SlabCache.place` and :meth:`KeyRepositioner.place` take them."""
         return tuple(packed)
+
+
+class RoundingCodec(KVCodec, ABC):
+    """Unpacks what it has rounded straight into the memory where it is wanted."""
+
+    lossless = False
+
+    @abstractmethod  # the raw one would store unrounded KV under the name of another codec
+    def pack(self, tensors: Sequence[torch.Tensor], *, start: int) -> tuple[torch.Tensor, ...]:
+        """As of every codec."""
+
+    @torch.no_grad()
+    def place(self, cache: SlabCache, start: int, packed: Sequence[torch.Tensor], *, row: int = 0) -> None:
+        """Unpack tile by tile into the slabs; ValueError if the positions do not exist."""
+        tokens = self._tokens(packed)
+        if cache.layout is not self._layout and cache.layout != self._layout:
+            raise ValueError("this cache has another layout than the codec was made for")
+        if not 0 <= start <= start + tokens <= cache.capacity:
+            raise ValueError(f"positions {start} to {start + tokens} do not fit a cache of {cache.capacity}")
+        self._write(packed, [slab[:, row, :, start : start + tokens] for slab in cache.slabs])
+
+    @torch.no_grad()
+    def unpack(self, packed: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Unpack into new memory."""
+        tokens = self._tokens(packed)
+        tensors = [
+            torch.empty(len(slots), spec.heads, tokens, spec.dim, dtype=spec.dtype, device=spec.device)
+            for spec, slots in self._layout.groups.items()
+        ]
+        self._write(packed, tensors)
+        return tuple(tensors)
+
+    @abstractmethod
+    def _tokens(self, packed: Sequence[torch.Tensor]) -> int:
+        """How many tokens these tensors hold; ValueError if they do not fit the layout."""
+
+    @abstractmethod
+    def _write(self, packed: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        """Unpack into ``targets``, [slots, heads, tokens, dim] per slab."""
 
 
 def nbytes(tensors: Sequence[torch.Tensor]) -> int:
@@ -86,23 +101,6 @@ def in_groups(tensor: torch.Tensor, group: int) -> torch.Tensor:
 def finite(tensor: torch.Tensor) -> torch.Tensor:
     """In float32, with zero for what is not finite: it must not spoil the elements it shares a scale with."""
     return torch.nan_to_num(tensor.float().contiguous(), nan=0.0, posinf=0.0, neginf=0.0).clamp_(-_LARGEST, _LARGEST)
-
-
-def positions_of(cache: SlabCache, layout: KVLayout, start: int, tokens: int, *, row: int) -> list[torch.Tensor]:
-    """Views of the positions to write, [slots, heads, tokens, dim] per slab; ValueError if they do not exist."""
-    if cache.layout is not layout and cache.layout != layout:
-        raise ValueError("this cache has another layout than the codec was made for")
-    if not 0 <= start <= start + tokens <= cache.capacity:
-        raise ValueError(f"positions {start} to {start + tokens} do not fit a cache of {cache.capacity}")
-    return [slab[:, row, :, start : start + tokens] for slab in cache.slabs]
-
-
-def empty_block(layout: KVLayout, tokens: int) -> list[torch.Tensor]:
-    """Memory for a block's tensors, [slots, heads, tokens, dim] per slab."""
-    return [
-        torch.empty(len(slots), spec.heads, tokens, spec.dim, dtype=spec.dtype, device=spec.device)
-        for spec, slots in layout.groups.items()
-    ]
 
 
 def expect(tensor: torch.Tensor, dtype: torch.dtype, *shape: int) -> torch.Tensor:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvboost.hf.cache import KVLayout, SlabCache, TensorSpec
-from kvboost.hf.codec.base import empty_block, expect, finite, group_of, in_groups, positions_of, tiles
+from kvboost.hf.cache import KVLayout, TensorSpec
+from kvboost.hf.codec.base import RoundingCodec, expect, finite, group_of, in_groups, tiles
 
 WINDOW = 64
 """Tokens over which a channel of the keys has one mean."""
@@ -71,14 +71,13 @@ def _parts(layout: KVLayout) -> Iterator[_Part]:
                 indices = indices[len(run) :]
 
 
-class Int4Codec:
+class Int4Codec(RoundingCodec):
     """Rounding to 4 bits around a stored centre."""
 
     name = "int4-hadamard"
-    lossless = False
 
     def __init__(self, layout: KVLayout) -> None:
-        self._layout = layout
+        super().__init__(layout)
         self._parts = list(_parts(layout))
         self._rotations = {part.spec: _Rotation(part.spec) for part in self._parts if part.keys}
         self._packed = sum(part.tensors for part in self._parts)
@@ -101,26 +100,15 @@ class Int4Codec:
             packed += [tensor[:, :, :kept].clone(memory_format=torch.contiguous_format) for tensor in tensors]
         return tuple(packed)
 
-    @torch.no_grad()
-    def place(self, cache: SlabCache, start: int, packed: Sequence[torch.Tensor], *, row: int = 0) -> None:
-        """Unpack tile by tile into the slabs."""
-        tokens, kept = self._check(packed)
-        self._write(packed, positions_of(cache, self._layout, start, tokens, row=row), kept)
+    def _kept_in(self, packed: Sequence[torch.Tensor]) -> int:
+        """How many of the tokens these tensors hold are not packed."""
+        return _KEPT if len(packed) != self._packed else 0
 
-    @torch.no_grad()
-    def unpack(self, packed: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Unpack into new memory."""
-        tokens, kept = self._check(packed)
-        tensors = empty_block(self._layout, tokens)
-        self._write(packed, tensors, kept)
-        return tuple(tensors)
-
-    def _check(self, packed: Sequence[torch.Tensor]) -> tuple[int, int]:
-        """How many tokens these tensors hold, and how many of them unpacked; ValueError if they do not fit."""
+    def _tokens(self, packed: Sequence[torch.Tensor]) -> int:
         groups = self._layout.groups
         if len(packed) not in (self._packed, self._packed + len(groups), len(groups)) or packed[0].dim() != 4:
             raise ValueError(f"{len(packed)} tensors are no block of this layout in 4 bits")
-        kept = _KEPT if len(packed) != self._packed else 0
+        kept = self._kept_in(packed)
         rest = 0 if len(packed) == len(groups) else packed[0].shape[2]
         if kept:
             for tensor, (spec, slots) in zip(packed[-len(groups) :], groups.items(), strict=True):
@@ -133,7 +121,7 @@ class Int4Codec:
                     expect(tensor, dtype, count, spec.heads, rest, spec.dim // part.scale_group)
                 if part.keys:
                     expect(tensors[3], torch.bfloat16, count, spec.heads, -(-rest // WINDOW), spec.dim)
-        return rest + kept, kept
+        return rest + kept
 
     def _by_part(self, packed: Sequence[torch.Tensor]) -> Iterator[tuple[_Part, Sequence[torch.Tensor]]]:
         first = 0
@@ -141,7 +129,8 @@ class Int4Codec:
             yield part, packed[first : first + part.tensors]
             first += part.tensors
 
-    def _write(self, packed: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], kept: int) -> None:
+    def _write(self, packed: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        kept = self._kept_in(packed)
         if kept:
             for target, tensor in zip(targets, packed[-len(targets) :], strict=True):
                 target[:, :, :kept].copy_(tensor, non_blocking=True)

@@ -10,20 +10,15 @@ from collections.abc import Sequence
 
 import torch
 
-from kvboost.hf.cache import KVLayout, SlabCache
-from kvboost.hf.codec.base import empty_block, expect, finite, group_of, in_groups, positions_of, tiles
+from kvboost.hf.codec.base import RoundingCodec, expect, finite, group_of, in_groups, tiles
 
 _LEVELS = 127
 
 
-class Int8Codec:
+class Int8Codec(RoundingCodec):
     """Symmetric rounding to 8 bits. Per slab: codes [slots, heads, tokens, dim], scales [..., dim / group]."""
 
     name = "int8"
-    lossless = False
-
-    def __init__(self, layout: KVLayout) -> None:
-        self._layout = layout
 
     @torch.no_grad()
     def pack(self, tensors: Sequence[torch.Tensor], *, start: int) -> tuple[torch.Tensor, ...]:
@@ -38,22 +33,7 @@ class Int8Codec:
             packed += [codes.flatten(-2), scales]
         return tuple(packed)
 
-    @torch.no_grad()
-    def place(self, cache: SlabCache, start: int, packed: Sequence[torch.Tensor], *, row: int = 0) -> None:
-        """Scale the codes on their way into the slabs."""
-        tokens = self._tokens(packed)
-        self._write(packed, positions_of(cache, self._layout, start, tokens, row=row), tokens)
-
-    @torch.no_grad()
-    def unpack(self, packed: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Unpack into new memory."""
-        tokens = self._tokens(packed)
-        tensors = empty_block(self._layout, tokens)
-        self._write(packed, tensors, tokens)
-        return tuple(tensors)
-
     def _tokens(self, packed: Sequence[torch.Tensor]) -> int:
-        """How many tokens these tensors hold; ValueError if they do not fit the layout."""
         if len(packed) != 2 * len(self._layout.groups) or packed[0].dim() != 4:
             raise ValueError(f"{len(packed)} tensors are no block of this layout in 8 bits")
         tokens = packed[0].shape[2]
@@ -63,7 +43,7 @@ class Int8Codec:
             expect(packed[2 * index + 1], torch.bfloat16, *shape, spec.dim // group_of(spec.dim))
         return tokens
 
-    def _write(self, packed: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], tokens: int) -> None:
+    def _write(self, packed: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         for index, target in enumerate(targets):
             codes = packed[2 * index].to(target.device, non_blocking=True)
             scales = packed[2 * index + 1].to(target.device, non_blocking=True).float().unsqueeze(-1)

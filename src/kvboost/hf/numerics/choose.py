@@ -1,8 +1,8 @@
 """Chooses how a model is stepped through a prompt: by its device, and by running it.
 
 Called once when an engine is made. On CPUs a model whose linear layers and attention can run in tiles may be resumed at
-any token; any other, such as a mixture of experts, is stepped on a fixed grid. On accelerators rounding depends on the
-shape of a step, so there is a grid too, or ``numerics="fast"``.
+any token; any other is stepped on a fixed grid. On accelerators rounding depends on the shape of a step, so there is a
+grid too, or ``numerics="fast"``.
 
 In tiles attention pads its keys, so that a row's sums do not depend on how many come after it. torch's flash kernel
 goes through keys in blocks of 512 and leaves the product with a block's values to a matrix kernel of the CPU, which
@@ -76,7 +76,7 @@ def choose_numerics(
     # By what is free now: in tiles the length of a step decides no bits, and is in no key.
     longest = step_limit(shape, available=memory_available()) if on_cpu else _GRID_ELSEWHERE
     wanted = numerics or ("bitwise" if on_cpu else "fast")
-    if wanted == "fast":
+    if wanted == "fast" and not layout.indexed:  # its KV depends on the steps by more than rounding
         rule = StepRule(longest, numerics="fast", masked=_masked_steps(model, tiled=False))
         return ChosenNumerics(rule, None, "numerics='fast'")
     if not on_cpu:
@@ -112,6 +112,8 @@ def _try_tiles(model: Any, layout: KVLayout, budget: int, known: KnownTiles | No
     reason, granule = why_no_tiles(model), None
     if layout.states:
         reason = "what a recurrent layer sums depends on where a step begins"
+    elif layout.indexed:
+        reason = "which of equally good positions its attention chooses depends on where a step ends"
     elif decoder_of(model) is model:
         reason = "its layers cannot be run without its vocabulary projection"
     elif layout.without_kv:

@@ -59,6 +59,8 @@ class RowSizes:
     """Results of that."""
     covers: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False)
     """Results of :meth:`cover`."""
+    step: int = field(default=1, compare=False)
+    """Of the sizes that are tested when they are wanted, only multiples of this are."""
 
     @property
     def overhead(self) -> float:
@@ -70,7 +72,7 @@ class RowSizes:
         """Whether this many rows may be run as they are."""
         if self.smallest <= rows <= self.dense or rows in self.larger:
             return True
-        if self.test is None or rows <= self.dense or (rows > _TESTED_SINGLY and rows % _MULTIPLE):
+        if self.test is None or rows <= self.dense or rows % (self.step if rows <= _TESTED_SINGLY else _MULTIPLE):
             return False
         if rows not in self.tested:
             self.tested[rows] = self.test(rows)
@@ -87,6 +89,8 @@ class RowSizes:
             return (rows,)
         if rows <= self.smallest:
             return (self.smallest,)
+        if self.step > 1 and self.allows(multiple := -(-rows // self.step) * self.step):
+            return (multiple,)
         alike = [(size,) * -(-rows // size) for size in (*self.larger, self.dense)]
         multiple = rows // _MULTIPLE * _MULTIPLE
         first = multiple if self.allows(multiple) else max(size for size in (self.dense, *self.larger) if size < rows)
@@ -164,6 +168,23 @@ def _class_of(
     return RowSizes(smallest, size, members, call_cost, test if test_later else None, tested)
 
 
+_HEAD_ROWS, _MORE_HEAD_ROWS = 16, 64
+
+
+@torch.no_grad()
+def sizes_of_head(module: Any) -> RowSizes:
+    """Sizes for a vocabulary projection: too large to be tested in many, and its bits are in no key."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(_MORE_HEAD_ROWS, module.weight.shape[1], generator=generator).to(module.weight.dtype)
+    parts = torch.split(rows, _HEAD_ROWS)
+    expected = [module(part) for part in parts]
+    turned = (module(part.roll(1, dims=0)).roll(-1, dims=0) for part in parts)
+    if not all(map(torch.equal, turned, expected)):
+        return RowSizes(1, 1, (), CALL_COST)  # where a row stands in a call shows: one at a time
+    larger = (_MORE_HEAD_ROWS,) if torch.equal(module(rows), torch.cat(expected)) else ()
+    return RowSizes(_HEAD_ROWS, _HEAD_ROWS, larger, CALL_COST)
+
+
 def writer_of(module: torch.nn.Module) -> RowsInto | None:
     """Computes a plain linear layer's rows where they belong, by the kernel that its forward calls; None for others.
 
@@ -217,11 +238,15 @@ _PACKED_ROWS = 128  # a hint for the layout; the same for all, so that the same 
 
 def can_pack(module: torch.nn.Module) -> bool:
     """Whether this layer is a plain linear layer on a CPU with oneDNN."""
-    weight = getattr(module, "weight", None)
     return (
-        type(module) is torch.nn.Linear
-        and set_on(module) is None
-        and isinstance(weight, torch.Tensor)
+        type(module) is torch.nn.Linear and set_on(module) is None and can_pack_weight(getattr(module, "weight", None))
+    )
+
+
+def can_pack_weight(weight: Any) -> bool:
+    """Whether oneDNN can compute with a copy of these weights, or of each of a stack of them."""
+    return (
+        isinstance(weight, torch.Tensor)
         and not is_packed(weight)
         and weight.device.type == "cpu"
         and weight.dtype in (torch.float32, torch.bfloat16)
@@ -230,23 +255,17 @@ def can_pack(module: torch.nn.Module) -> bool:
     )
 
 
-class PackedLinear:
-    """One linear layer, packed. Takes as much memory as the layer's weights."""
+class PackedWeight:
+    """A packed copy of [outputs, inputs]. Takes as much memory."""
 
-    def __init__(self, module: torch.nn.Linear) -> None:
-        self._module = module
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.nbytes = weight.nbytes
         self._linear: Any = torch.ops.mkldnn._linear_pointwise
         self._source: tuple[int, int] | None = None
-        self._refresh()
+        self._refresh(weight)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the packed copy."""
-        return int(self._module.weight.nbytes)
-
-    def _refresh(self) -> None:
-        """Pack again if the layer got other weights."""
-        weight = self._module.weight
+    def _refresh(self, weight: torch.Tensor) -> None:
+        """Pack again if these are other weights."""
         # Inference tensors count no versions: a write to one of those goes unnoticed.
         source = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
         if source != self._source:
@@ -254,7 +273,18 @@ class PackedLinear:
             self._weight = ops._reorder_linear_weight(weight.detach(), _PACKED_ROWS)
             self._source = source
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        self._refresh()  # each time: PEFT unmerges within the forward in which adapters are disabled
-        result: torch.Tensor = self._linear(x, self._weight, self._module.bias, "none", [], "")
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        self._refresh(weight)  # each time: PEFT unmerges within the forward in which adapters are disabled
+        result: torch.Tensor = self._linear(x, self._weight, bias, "none", [], "")
         return result
+
+
+class PackedLinear:
+    """One linear layer, packed."""
+
+    def __init__(self, module: torch.nn.Linear) -> None:
+        self._module, self._packed = module, PackedWeight(module.weight)
+        self.nbytes = self._packed.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._packed(x, self._module.weight, self._module.bias)

@@ -19,10 +19,10 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from kvboost.errors import ConfigError
-from kvboost.hf.attention import NAME, JointStep, Step, attending
+from kvboost.hf.attention import NAME, JointStep, SharedStep, Step, attending
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.numerics.forwards import Forward, functions_of, replaced, set_on
-from kvboost.hf.numerics.own_weights import Shape, WholeVectors, forward_of, is_own, shapes_of
+from kvboost.hf.numerics.own_weights import PackedWeights, Shape, WholeVectors, forward_of, is_own, shapes_of
 from kvboost.hf.numerics.rows import (
     CALL_COST,
     PackedLinear,
@@ -30,10 +30,12 @@ from kvboost.hf.numerics.rows import (
     RowsInto,
     RowSizes,
     can_pack,
+    can_pack_weight,
     cancelling,
     find_classes,
     run_rows,
     sizes_like,
+    sizes_of_head,
     writer_of,
 )
 from kvboost.hf.packed_weights import is_packed
@@ -43,6 +45,7 @@ _PACKED_CALL_COST = 24  # less than CALL_COST, as nothing is reordered
 _KNOWN = (torch.nn.Linear, Conv1D, torch.nn.Embedding)
 _MAX_TEST_BYTES = 1 << 26  # of a layer's weights, up to which it is kept to test the lengths of steps as they come
 _GOOD_ENOUGH = 1.05  # overhead of a class, above which packed weights may be worth their memory
+_EXPERT_STEP = 32  # rows; how many come is never the same twice, so few sizes are tested when they are wanted
 _MORE_IN_FLOAT32 = 0.2  # packed calls are hardly faster there; and a streamed model, never packed, rounds otherwise
 
 Choices = Mapping[str, tuple[RowSizes, bool]]
@@ -88,6 +91,8 @@ def _own_way(module: torch.nn.Module) -> str | None:
     name = type(module).__name__
     if not isinstance(module, _KNOWN) and not is_own(module, _KNOWN):
         return f"{name} multiplies with weights in its own way"
+    if not isinstance(module, _KNOWN) and not all(matrix.is_contiguous() for matrix in matrices):
+        return f"the weights of {name} are strided"
     if any(map(is_packed, matrices)):
         return f"the weights of {name} are packed"
     if not isinstance(module, torch.nn.Embedding) and set_on(module) is not None:
@@ -101,8 +106,9 @@ class _Plan:
 
     layers: list[_Layer]
     functions: list[tuple[torch.nn.Module, Forward]]
-    own: Mapping[Shape, RowSizes]
-    """Of modules with weights of their own."""
+    own: Mapping[Shape, tuple[RowSizes, bool]]
+    """Of modules with weights of their own, and whether they are packed."""
+    packed_own: list[PackedWeights]
 
 
 class Tiles:
@@ -123,19 +129,21 @@ class Tiles:
         self._modules: list[Any] = []
         self._plans: dict[int, _Plan] = {}
         self._packed: frozenset[str] | None = None
+        self._head_sizes: dict[int, RowSizes] = {}
         self._known = known or {}
         plan = self._plan()
         layers, own = plan.layers, plan.own
         self._known = {}  # other numbers of threads are tested
         # For other numbers of threads too: what is packed is in the key.
         self._packed = frozenset(_shape(layer.module) for layer in layers if layer.packed is not None)
+        self._packed |= {_own_name(shape) for shape, (_, packed) in own.items() if packed}
         added = _adapters_of(model)
         self.choices: Choices = {
             _name(layer.module, layer.module in added): (layer.sizes, layer.packed is not None) for layer in layers
-        } | {_own_name(shape): (sizes, False) for shape, sizes in own.items()}
+        } | {_own_name(shape): chosen for shape, chosen in own.items()}
         """What was found with this thread's number of threads."""
         kinds = sorted({_kind(layer) for layer in layers if layer.module not in added})
-        kinds += sorted(f"{_own_name(shape)}:{sizes.dense}" for shape, sizes in own.items())
+        kinds += sorted(f"{_own_name(shape)}:{one.dense}{':packed' * packed}" for shape, (one, packed) in own.items())
         self.spec = f"tiles2:{granule}:{','.join(kinds)}"
         """Names what the bits depend on, beside the machine: the sizes of each shape, and whether it is packed."""
 
@@ -143,14 +151,17 @@ class Tiles:
     def packed_bytes(self) -> int:
         """Memory of packed weights. Each number of threads that a step ran with has its own."""
         with self._lock:
-            layers = [layer for plan in self._plans.values() for layer in plan.layers]
-        return sum(layer.packed.nbytes for layer in layers if layer.packed is not None)
+            plans = list(self._plans.values())
+        return sum(_packed_bytes(plan.layers) + sum(own.nbytes for own in plan.packed_own) for plan in plans)
 
     @contextmanager
-    def step(self, cache: Any, rows: int) -> Iterator[Step]:
-        """Within this block a forward of ``rows`` tokens over ``cache`` has the bits of any other that covers them."""
+    def step(self, cache: Any, rows: int, *, head: bool = False) -> Iterator[Step]:
+        """Within this block a forward of ``rows`` tokens over ``cache`` has the bits of any other that covers them.
+
+        With ``head`` the logits of its rows, too.
+        """
         step = self._over(cache, rows)
-        with self._in_sizes(rows), attending(step):
+        with self._in_sizes(rows, head=head), attending(step):
             yield step
 
     @contextmanager
@@ -158,6 +169,14 @@ class Tiles:
         """The same for a forward of several sequences: ``rows`` tokens of each, one after the other."""
         step = JointStep([self._over(*each) for each in zip(caches, rows, strict=True)], list(rows))
         with self._in_sizes(sum(rows)), attending(step):
+            yield step
+
+    @contextmanager
+    def shared_step(self, cache: Any, rows: Sequence[int]) -> Iterator[SharedStep]:
+        """The same of sequences that all go on from ``cache``; the vocabulary projection is in tested sizes too."""
+        cache.reserve(cache.get_seq_length() + max(rows) + self.granule)  # not while a sequence lies in it
+        step = SharedStep([self._over(cache, count) for count in rows], list(rows))
+        with self._in_sizes(sum(rows), head=True), attending(step):
             yield step
 
     def _over(self, cache: Any, rows: int) -> Step:
@@ -170,12 +189,28 @@ class Tiles:
         return Step(cache, start, padded, self.granule)
 
     @contextmanager
-    def _in_sizes(self, rows: int) -> Iterator[None]:
-        """Within this block the layers compute ``rows`` rows in the sizes that were tested."""
+    def _in_sizes(self, rows: int, *, head: bool = False) -> Iterator[None]:
+        """Within this block the layers, with ``head`` the last one too, compute in the sizes that were tested."""
         plan = self._plan()
         layers = [(layer.module, layer.forward) for layer in plan.layers if not layer.runs_as_it_is(rows)]
+        if head:
+            layers.append(self._head())
         with replaced([*layers, *plan.functions]), WholeVectors() if plan.own else nullcontext():
             yield
+
+    def _head(self) -> tuple[torch.nn.Module, Forward]:
+        """The vocabulary projection, and a forward of it whose rows do not depend on each other."""
+        module = self._model.get_output_embeddings()
+        with self._lock:
+            threads = torch.get_num_threads()
+            if threads not in self._head_sizes:
+                self._head_sizes[threads] = sizes_of_head(module)
+            sizes = self._head_sizes[threads]
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return run_rows(module.forward, x.reshape(-1, x.shape[-1]), sizes).view(*x.shape[:-1], -1)
+
+        return module, forward
 
     def weights_changed(self) -> None:
         """Pack again: weights may have changed without a trace."""
@@ -202,9 +237,17 @@ class Tiles:
     def _make_plan(self) -> _Plan:
         added, linear = _adapters_of(self._model), _linear_modules(self._model)
         layers = _linear_layers(linear, added, self._device, self._budget, self._packed, self._known)
-        own = _own_sizes(self._model, self._device, self._known)
-        forwards = [(module, forward_of(module, own)) for module in self._model.modules() if is_own(module, _KNOWN)]
-        return _Plan(layers, [*functions_of(self._model), *forwards], own)
+        budget = self._budget - _packed_bytes(layers)
+        own = _own_sizes(self._model, self._device, budget, self._packed, self._known)
+        sizes = {shape: found for shape, (found, _) in own.items()}
+        wanted = {shape for shape, (_, packed) in own.items() if packed}
+        packed = {module: PackedWeights(module, wanted) for module in self._model.modules() if is_own(module, _KNOWN)}
+        forwards = [(module, forward_of(module, sizes, weights)) for module, weights in packed.items()]
+        return _Plan(layers, [*functions_of(self._model), *forwards], own, list(packed.values()))
+
+
+def _packed_bytes(layers: list[_Layer]) -> int:
+    return sum(layer.packed.nbytes for layer in layers if layer.packed is not None)
 
 
 def _adapters_of(model: Any) -> set[Any]:
@@ -261,7 +304,8 @@ def _linear_layers(
             sizes, pack = known[name]
             sizes = replace(sizes, test=_test_later(modules[0], device, sizes.dense, packed=pack))
         else:
-            sizes, pack = _choose(modules[0], device, packable=packable, wanted=wanted)
+            limit = _GOOD_ENOUGH + (_MORE_IN_FLOAT32 if modules[0].weight.dtype == torch.float32 else 0.0)
+            sizes, pack = _choose(modules[0], device, packable=packable, wanted=wanted, limit=limit)
         budget -= nbytes if pack else 0
         for module in modules:
             packed = PackedLinear(module) if pack else None
@@ -276,25 +320,41 @@ def _own_name(shape: Shape) -> str:
     return f"own:{outputs}x{inputs}:{dtype}:{'bias' if bias else 'plain'}"
 
 
-def _own_sizes(model: Any, device: torch.device, known: Choices) -> dict[Shape, RowSizes]:
-    """The sizes in which modules with weights of their own are run. How many rows come is never the same twice, so
-    other sizes than these are not tested."""
-    found: dict[Shape, RowSizes] = {}
+def _own_sizes(
+    model: Any, device: torch.device, budget: int, packed_shapes: frozenset[str] | None, known: Choices
+) -> dict[Shape, tuple[RowSizes, bool]]:
+    """The same for the shapes of modules with weights of their own.
+
+    They are packed in float32 alone: without AMX, packed rows in bfloat16 take longer than the padding they save.
+    """
+    stacks: dict[Shape, list[torch.Tensor]] = {}
     for module in model.modules():
-        for shape in shapes_of(module) if is_own(module, _KNOWN) else ():
-            if shape in found:
-                continue
-            if (name := _own_name(shape)) in known:
-                found[shape] = known[name][0]
-                continue
-            outputs, inputs, dtype, bias = shape
-            alike = torch.nn.Linear(inputs, outputs, bias=bias, device="meta", dtype=dtype)
-            found[shape] = replace(_choose(alike, device, packable=False, wanted=None)[0], test=None)
+        for shape, weight in shapes_of(module) if is_own(module, _KNOWN) else ():
+            stacks.setdefault(shape, []).append(weight)
+    found: dict[Shape, tuple[RowSizes, bool]] = {}
+    for shape, weights in stacks.items():
+        outputs, inputs, dtype, bias = shape
+        alike = torch.nn.Linear(inputs, outputs, bias=bias, device="meta", dtype=dtype)
+        nbytes, name = sum(weight.nbytes for weight in weights), _own_name(shape)
+        if name in known:
+            sizes, pack = known[name]
+            sizes = replace(sizes, test=_test_later(alike, device, sizes.dense, packed=pack))
+        else:
+            packable = dtype == torch.float32 and nbytes <= budget and all(map(can_pack_weight, weights))
+            wanted = None if packed_shapes is None else name in packed_shapes
+            sizes, pack = _choose(alike, device, packable=packable, wanted=wanted, limit=_GOOD_ENOUGH)
+        budget -= nbytes if pack else 0
+        found[shape] = replace(sizes, step=_EXPERT_STEP), pack
     return found
 
 
-def _choose(module: Any, device: torch.device, *, packable: bool, wanted: bool | None) -> tuple[RowSizes, bool]:
-    """The best class of a layer's shape, and whether weights are packed for it: if it pays, or as ``wanted``."""
+def _choose(
+    module: Any, device: torch.device, *, packable: bool, wanted: bool | None, limit: float
+) -> tuple[RowSizes, bool]:
+    """The best class of a layer's shape, and whether weights are packed for it: if it pays, or as ``wanted``.
+
+    It may if the best class has more overhead than ``limit``.
+    """
     test, rows = _test_layer(module, device)
 
     def best(layer: Rows, call_cost: int) -> RowSizes:
@@ -305,7 +365,6 @@ def _choose(module: Any, device: torch.device, *, packable: bool, wanted: bool |
     if wanted:
         return best(PackedLinear(test), _PACKED_CALL_COST), True
     plain = best(test.forward, CALL_COST)
-    limit = _GOOD_ENOUGH + (_MORE_IN_FLOAT32 if module.weight.dtype == torch.float32 else 0.0)
     if plain.overhead <= limit or not packable or wanted is not None:
         return plain, False
     packed = best(PackedLinear(test), _PACKED_CALL_COST)

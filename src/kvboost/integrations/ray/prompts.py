@@ -16,7 +16,8 @@ from starlette.types import Scope
 from kvboost.core.keys import fingerprint_root
 from kvboost.errors import ConfigError
 from kvboost.serve.errors import ApiError
-from kvboost.serve.generation.prompts import ChatPrompts, as_function, effort_variables, to_turn
+from kvboost.serve.generation.prompts import ChatPrompts, effort_variables
+from kvboost.serve.generation.turns import as_function, to_turn
 from kvboost.serve.schemas.chat import ChatRequest, CompletionRequest
 from kvboost.serve.security.auth import Keys
 from kvboost.serve.security.limits import Limits, check_json
@@ -87,9 +88,7 @@ class PromptReader:
         check_json(given, limits=self._limits, param="chat_template_kwargs")
         self._chats.check_kwargs(given, param="chat_template_kwargs")
         functions = [tool.function for tool in asked.tools or [] if asked.tool_choice != "none"]
-        tools = [
-            as_function(f.name, description=f.description, parameters=f.parameters, strict=f.strict) for f in functions
-        ]
+        tools = [as_function(function) for function in functions]
         prompt = self._chats.encode(
             [to_turn(message) for message in asked.messages],
             tenant=tenant,

@@ -76,7 +76,7 @@ class Replica:
             chunking=config.chunking,
             chunk_tokens=config.chunk_tokens,
             approximate=config.quality != "exact",
-            shares=config.remote_url is not None or config.object_url is not None,
+            shares=config.remote_url is not None,
         )
         return asdict(facts)
 

@@ -25,7 +25,6 @@ from kvboost.approx.documents import (
     MAX_GROUP_TOKENS,
     Document,
     join_group,
-    max_document_tokens,
     named_documents,
 )
 from kvboost.engine import KVBoost
@@ -150,7 +149,7 @@ class _Encoder:
             raise ConfigError(f"{model} allows no reuse; nothing can be warmed")
         self.session = self.engine.session
         self.head = self.engine.encode(head) if head is not None else []
-        longest = max_document_tokens(self.session)
+        longest = self.session.limits.longest_reused
         self.max_tokens = longest if longest is not None else 2**62
         assert self.engine.parts.layout is not None  # there is a session
         self.bytes_per_token = self.engine.parts.layout.bytes_per_token

@@ -80,7 +80,7 @@ class Metrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
 
 class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Keeps the KV of a vLLM server in memory, on disk, in Redis and in object stores.
+    """Keeps the KV of a vLLM server in memory, on disk and in Redis.
 
     A model whose KV it cannot keep is served as without it; the log says why.
     """

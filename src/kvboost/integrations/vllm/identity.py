@@ -12,6 +12,7 @@ import logging
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +133,8 @@ class RequestKeys:
     def __init__(
         self, fields: dict[str, str], *, chunker: Chunker, tenant: str, codec: str, key_salt: str = ""
     ) -> None:
-        self._fields, self._chunker, self._tenant, self._codec = fields, chunker, tenant, codec
-        self._key_salt = key_salt
+        self._fields, self._tenant = fields, tenant
+        self._made = partial(PromptKeys, chunker=chunker, codec=codec, keeps_decoded=False, salt=key_salt)
         self._adapters = Adapters()
         self._of: dict[tuple[str | None, str], PromptKeys] = {}
 
@@ -151,15 +152,7 @@ class RequestKeys:
         if (known := self._of.get((salt, adapter))) is not None:
             return known
         tenant = self._tenant if salt is None else f"{self._tenant}\0salt\0{salt}"
-        identity = _Fixed({**self._fields, "adapter": adapter})
-        keys = PromptKeys(
-            identity=identity,
-            chunker=self._chunker,
-            tenant=tenant,
-            codec=self._codec,
-            keeps_decoded=False,
-            salt=self._key_salt,
-        )
+        keys = self._made(identity=_Fixed({**self._fields, "adapter": adapter}), tenant=tenant)
         while len(self._of) >= _MAX_REQUEST_KINDS:
             del self._of[next(iter(self._of))]
         self._of[salt, adapter] = keys

@@ -34,8 +34,6 @@ _OWN = (
     "chunk_size",
     "disk_cache_bytes",
     "disk_cache_dir",
-    "object_cache_bytes",
-    "object_url",
     "record_key_file",
     "record_protection",
     "remote_timeout_seconds",
@@ -122,7 +120,7 @@ class Setup:
     def has_tiers(self) -> bool:
         """Whether there is anything below the worker's memory."""
         config = self.settings.engine
-        return any(tier is not None for tier in (config.disk_cache_dir, config.remote_url, config.object_url))
+        return config.disk_cache_dir is not None or config.remote_url is not None
 
 
 def make_setup(vllm_config: Any, kv_cache_config: Any, *, version: str) -> Setup:

@@ -230,6 +230,8 @@ def probe_paging(model: Any, *, directory: Path | None = None) -> KVLayout:
     layout = probe_model(model).layout
     if layout.states:
         raise UnsupportedModelError(f"its recurrent layers keep a state, which goes into no page. {_UNPAGED}")
+    if layout.indexed:
+        raise UnsupportedModelError(f"its sparse attention keeps index keys, which go into no page. {_UNPAGED}")
     runner = ModelRunner(model)
     ids = [i * 7919 % min(config.vocab_size, 30_000) for i in range(_PROBE_TOKENS)]
     whole, _ = runner.prefill_plain(ids)

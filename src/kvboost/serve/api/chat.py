@@ -16,10 +16,11 @@ from kvboost.serve.api.common import DONE, AppCaller, AppService, streamed, unre
 from kvboost.serve.errors import bad_request
 from kvboost.serve.generation.answers import AnswerReader
 from kvboost.serve.generation.parts import CallOpened, Content, Part, Reasoning
-from kvboost.serve.generation.prompts import ChatPrompt, Turn, as_function, check_arguments, effort_variables, to_turn
+from kvboost.serve.generation.prompts import ChatPrompt, effort_variables
 from kvboost.serve.generation.requests import GenerationRequest, Offer, make_offer, sampling_of
 from kvboost.serve.generation.service import Service
 from kvboost.serve.generation.token_stream import Ended, Piece
+from kvboost.serve.generation.turns import Turn, as_function, check_arguments, to_turn
 from kvboost.serve.schemas.base import Message, NamedChoice
 from kvboost.serve.schemas.chat import ChatRequest
 from kvboost.serve.security.auth import Caller
@@ -228,14 +229,13 @@ def encode_messages(
     cache_key: str | None,
     tools: list[dict[str, Any]] | None = None,
     *,
-    param: str = "messages",
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> ChatPrompt:
-    """A chat as ids, checked; ``param`` is the field it came in. For worker threads."""
+    """The field ``messages`` as ids, checked. For worker threads."""
     calls = (call for message in messages for call in message.tool_calls or ())
-    check_arguments((call.function.arguments for call in calls), service.limits, param=param)
-    turns = [to_turn(message, param=param) for message in messages]
-    return encode_turns(service, turns, caller, cache_key, tools, param=param, template_kwargs=template_kwargs)
+    check_arguments((call.function.arguments for call in calls), service.limits, param="messages")
+    turns = [to_turn(message) for message in messages]
+    return encode_turns(service, turns, caller, cache_key, tools, param="messages", template_kwargs=template_kwargs)
 
 
 def encode_turns(
@@ -248,7 +248,7 @@ def encode_turns(
     param: str,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> ChatPrompt:
-    """The same for a chat that is in turns already."""
+    """The same for a chat that is in turns already; ``param`` is the field it came in."""
     service.lengths.check_characters(sum(len(turn.content) + len(turn.reasoning) for turn in turns), param=param)
     prompt = service.chats.encode(
         turns,
@@ -265,10 +265,9 @@ def _offered(service: Service, body: ChatRequest) -> Offer:
     """The tools of a chat."""
     if not body.tools and body.tool_choice not in (None, "none"):
         raise bad_request("tool_choice needs tools", param="tool_choice")
-    functions = [tool.function for tool in body.tools or []]
     named = body.tool_choice if isinstance(body.tool_choice, NamedChoice) else None
     return make_offer(
-        [as_function(f.name, description=f.description, parameters=f.parameters, strict=f.strict) for f in functions],
+        [as_function(tool.function) for tool in body.tools or []],
         choice="auto" if body.tool_choice is None or isinstance(body.tool_choice, NamedChoice) else body.tool_choice,
         named=named.function.name if named is not None else None,
         chats=service.chats,

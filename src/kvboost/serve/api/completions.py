@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +33,7 @@ async def completions(service: AppService, body: CompletionRequest, caller: AppC
             "log-probabilities; leave one of them out",
             param="echo",
         )
-    made = _choices_made(body, max_choices=service.limits.max_choices)
+    made = body.n or 1
     prompts = _prompts(body.prompt)
     if len(prompts) * made > service.limits.max_prompts * service.limits.max_choices:
         raise bad_request("too many choices in all; ask for fewer prompts or choices", param="n")
@@ -52,7 +51,7 @@ async def completions(service: AppService, body: CompletionRequest, caller: AppC
         stops=stops,
         stop_token_ids=frozenset(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
-        top_logprobs=0 if body.logprobs is None and made > (body.n or 1) else body.logprobs,
+        top_logprobs=body.logprobs,
         grammar=grammar,
     )
     echoed = [
@@ -62,21 +61,6 @@ async def completions(service: AppService, body: CompletionRequest, caller: AppC
     writer = _Writer(service, body, generation, echoed)
     answer = await (streamed(writer.stream()) if body.stream else writer.whole())
     return with_ignored(answer, body.ignored())
-
-
-def _choices_made(body: CompletionRequest, *, max_choices: int) -> int:
-    """How many choices are generated for each prompt, of which the client gets the best."""
-    wanted, made = body.n or 1, body.best_of or body.n or 1
-    if made < wanted:
-        raise bad_request("best_of is less than n; give at least as many", param="best_of")
-    if made > wanted and body.stream:
-        raise bad_request(
-            "best_of above n cannot be streamed: which is best is known at the end; leave out one of them",
-            param="best_of",
-        )
-    if made > max_choices:
-        raise bad_request(f"this server makes at most {max_choices} choices", param="best_of")
-    return made
 
 
 def _prompts(given: str | list[Any]) -> Sequence[str | list[int]]:
@@ -101,13 +85,11 @@ class _Writer:
         """The answer as one object."""
         pieces: dict[int, list[Piece]] = {}
         choices: list[dict[str, Any]] = []
-        means: dict[int, float] = {}
         async with self._service.generating(self._generation, prefix="cmpl-") as answer:
             async for event in answer.events():
                 if isinstance(event, Piece):
                     pieces.setdefault(event.index, []).append(event)
                     continue
-                means[event.index] = -math.inf if event.mean_logprob is None else event.mean_logprob
                 choices.append(
                     {
                         "index": event.index,
@@ -116,8 +98,8 @@ class _Writer:
                         "finish_reason": event.reason,
                     }
                 )
-        best = self._best(choices, means)
-        return JSONResponse({**answer.head("text_completion"), "choices": best, "usage": answer.usage()})
+        choices.sort(key=lambda choice: int(choice["index"]))
+        return JSONResponse({**answer.head("text_completion"), "choices": choices, "usage": answer.usage()})
 
     async def stream(self) -> AsyncIterator[Any]:
         """The answer in pieces."""
@@ -143,18 +125,6 @@ class _Writer:
     def _before(self, index: int) -> str:
         """The prompt of a choice, if it is to be repeated."""
         return self._echoed[index // self._generation.n] if self._echoed else ""
-
-    def _best(self, choices: list[dict[str, Any]], means: Mapping[int, float]) -> list[dict[str, Any]]:
-        """Of each prompt's choices the ``n`` with the likeliest tokens, best first, numbered anew."""
-        made, wanted = self._generation.n, self._body.n or 1
-        choices.sort(key=lambda choice: int(choice["index"]))
-        if made == wanted:
-            return choices
-        best: list[dict[str, Any]] = []
-        for start in range(0, len(choices), made):
-            ranked = sorted(choices[start : start + made], key=lambda choice: -means[choice["index"]])
-            best += ranked[:wanted]
-        return [{**choice, "index": index} for index, choice in enumerate(best)]
 
     def _logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
         """Log-probabilities in the shape of completions; None where they were not requested."""

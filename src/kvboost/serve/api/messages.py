@@ -11,18 +11,25 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from kvboost.hf.sampling import Sampling
 from kvboost.serve.api.chat import encode_turns
 from kvboost.serve.api.common import AppCaller, AppService, streamed, unread, with_ignored
 from kvboost.serve.errors import ApiError, bad_request
 from kvboost.serve.generation.answers import AnswerReader, answer_parts
 from kvboost.serve.generation.parts import CallArguments, CallOpened, Part, Reasoning
-from kvboost.serve.generation.prompts import ChatPrompt, as_function, effort_variables
-from kvboost.serve.generation.requests import Answer, Choice, GenerationRequest, Offer, make_offer
+from kvboost.serve.generation.prompts import ChatPrompt, effort_variables
+from kvboost.serve.generation.requests import (
+    Answer,
+    Choice,
+    GenerationRequest,
+    Offer,
+    drawn_by,
+    make_offer,
+)
 from kvboost.serve.generation.service import Service
 from kvboost.serve.generation.token_stream import Ended
-from kvboost.serve.generation.turns import turns_of_messages
-from kvboost.serve.schemas.messages import CountTokensRequest, MessagesRequest
+from kvboost.serve.generation.turns import as_function, turns_of_messages
+from kvboost.serve.schemas.base import Function
+from kvboost.serve.schemas.messages import CountTokensRequest, CustomTool, MessagesRequest
 from kvboost.serve.schemas.responses import InlineSchemaFormat
 from kvboost.serve.security.auth import Caller
 
@@ -53,11 +60,7 @@ async def messages(service: AppService, body: MessagesRequest, caller: AppCaller
         default_new_tokens=body.max_tokens,  # every client must name one, and most name more than a model has
         prompt_param="messages",
         model=body.model,
-        sampling=Sampling(
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
-            top_k=body.top_k or 0,
-        ),
+        sampling=drawn_by(body, top_k=body.top_k or 0),
         stops=body.stop_sequences or (),
         grammar=grammar,
         special=grammar is None and service.answers.needs_special(tools=bool(offer.tools)),
@@ -80,7 +83,7 @@ async def _read(service: Service, body: CountTokensRequest, caller: Caller) -> t
     service.check_model(body.model)
     choice = body.tool_choice
     offer = make_offer(
-        [as_function(t.name, description=t.description, parameters=t.input_schema) for t in body.tools or []],
+        [_function(tool) for tool in body.tools or []],
         choice=_CHOICES[choice.type] if choice is not None else "auto",
         named=choice.name if choice is not None else None,
         chats=service.chats,
@@ -96,6 +99,13 @@ async def _read(service: Service, body: CountTokensRequest, caller: Caller) -> t
         )
 
     return offer, await service.tokenizing.run(caller.tenant, encode)
+
+
+def _function(tool: CustomTool) -> dict[str, Any]:
+    # Checked already, and names may be longer here.
+    return as_function(
+        Function.model_construct(name=tool.name, description=tool.description, parameters=tool.input_schema)
+    )
 
 
 def _variables(body: CountTokensRequest) -> dict[str, dict[str, Any]]:

@@ -12,17 +12,16 @@ from typing import Any
 from pydantic import TypeAdapter
 from starlette.responses import JSONResponse, Response
 
-from kvboost.hf.sampling import Sampling
 from kvboost.serve.api.chat import encode_turns
 from kvboost.serve.api.common import AppCaller, AppService, streamed, unread, with_ignored
 from kvboost.serve.errors import bad_request
 from kvboost.serve.generation.answers import AnswerReader, answer_parts
 from kvboost.serve.generation.parts import CallArguments, CallOpened, Part, Reasoning
-from kvboost.serve.generation.prompts import ChatPrompt, Turn, as_function, check_arguments, effort_variables
-from kvboost.serve.generation.requests import Answer, GenerationRequest, Offer, make_offer
+from kvboost.serve.generation.prompts import ChatPrompt, effort_variables
+from kvboost.serve.generation.requests import Answer, GenerationRequest, Offer, drawn_by, make_offer
 from kvboost.serve.generation.service import Service
 from kvboost.serve.generation.token_stream import Ended
-from kvboost.serve.generation.turns import turns_of_items
+from kvboost.serve.generation.turns import Turn, as_function, check_arguments, turns_of_items
 from kvboost.serve.schemas.responses import FunctionCall, FunctionTool, InputItem, NamedTool, ResponsesRequest
 from kvboost.serve.security.auth import Caller
 from kvboost.serve.security.bodies import add_remembered_bytes
@@ -63,10 +62,7 @@ async def responses(service: AppService, body: ResponsesRequest, caller: AppCall
         max_param="max_output_tokens",
         prompt_param="input",
         model=body.model,
-        sampling=Sampling(
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
-        ),
+        sampling=drawn_by(body),
         grammar=grammar,
         special=grammar is None and service.answers.needs_special(tools=bool(offer.tools)),
     )
@@ -98,10 +94,7 @@ def _conversation(service: Service, body: ResponsesRequest, caller: Caller) -> l
 def _offered(service: Service, body: ResponsesRequest) -> Offer:
     choice = body.tool_choice
     return make_offer(
-        [
-            as_function(tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
-            for tool in body.tools or []
-        ],
+        [as_function(tool) for tool in body.tools or []],
         choice="required" if isinstance(choice, NamedTool) else choice or "auto",
         named=choice.name if isinstance(choice, NamedTool) else None,
         chats=service.chats,

@@ -1,59 +1,35 @@
 """Chats to token ids: through the tokenizer's own template, with the ids of generated replies put back in.
 
-Called by the endpoints that take messages, in a worker thread. Invariant: the ids decode to the text that the template
-wrote; where pieces tokenised one by one would not, the text is tokenised as a whole.
+Called by the endpoints that take messages, in a worker thread. A reply comes back in a chat as text. Tokenising that
+text need not give the ids that were generated, and then none of their KV would be found: so the ids are remembered by
+their text. Invariants: the ids decode to the text that the template wrote; where pieces tokenised one by one would not,
+the text is tokenised as a whole. A tenant finds its own replies only, and all replies together take a bounded number of
+bytes, keys counted.
 """
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import json
 import re
 import threading
+from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from kvboost.serve.errors import bad_request
-from kvboost.serve.generation.replies import ReplyMemory, TextBefore
-from kvboost.serve.generation.tokenizing import PromptLengths
-from kvboost.serve.schemas.base import Message, TextPart
-from kvboost.serve.schemas.messages import TextBlock
-from kvboost.serve.security.bodies import check_size
-from kvboost.serve.security.limits import Limits
+from kvboost.serve.generation.turns import TenantMemory, Turn
+from kvboost.serve.security.limits import PromptLengths
 
 _MAX_LOST = 32  # messages that are not in the text; then the rest is not searched for either
 _MIN_SPLICE = 4  # tokens of a reply's end; fewer are not worth a search
-
-
-def as_function(
-    name: str, *, description: str | None, parameters: dict[str, Any] | None, strict: bool | None = None
-) -> dict[str, Any]:
-    """A tool as templates take it. Its schema is not copied: how deep that goes is checked where it is offered."""
-    given = {"name": name, "description": description, "parameters": parameters, "strict": strict}
-    return {"type": "function", "function": {field: value for field, value in given.items() if value is not None}}
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A message as templates take it, and where its parts mark a cut or end (characters of its content)."""
-
-    fields: dict[str, Any]
-    marks: tuple[int, ...] = ()
-    ends: tuple[int, ...] = ()
-
-    @property
-    def content(self) -> str:
-        """The text of the message."""
-        return str(self.fields.get("content") or "")
-
-    @property
-    def reasoning(self) -> str:
-        """What an assistant wrote to itself before it."""
-        return str(self.fields.get("reasoning_content") or "")
+_Key = tuple[str, bytes]
+_KEY_BYTES = 450  # a key, its entry and an empty array: most of what a short reply takes
 
 
 @dataclass(frozen=True)
@@ -68,64 +44,6 @@ class ChatPrompt:
     """Replies are remembered for this tenant and key only."""
     marked_tokens: int = 0
     """Ids up to the last position that the client marked with ``cache_control``."""
-
-
-def to_turn(message: Message, *, param: str = "messages") -> Turn:
-    """A client's message as templates take it; ``param`` is the field it came in."""
-    if isinstance(message.content, list):
-        content, ends, marks = join_parts(message.content)
-    else:
-        content, ends, marks = message.content or "", [], []
-    role = "system" if message.role == "developer" else message.role
-    fields: dict[str, Any] = {"role": role, "content": content}
-    if message.reasoning_content is not None:
-        fields["reasoning_content"] = message.reasoning_content
-    if message.name is not None:
-        fields["name"] = message.name
-    if message.tool_call_id is not None:
-        fields["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        fields["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments, param=param)},
-            }
-            for call in message.tool_calls
-        ]
-    return Turn(fields, tuple(marks), tuple(ends))
-
-
-def join_parts(parts: Iterable[TextPart | TextBlock]) -> tuple[str, list[int], list[int]]:
-    """The text of several parts, joined with line breaks; where each ends in it, and where those do that mark a cut."""
-    text = ""
-    ends: list[int] = []
-    marks: list[int] = []
-    for index, part in enumerate(parts):
-        text += part.text if index == 0 else "\n" + part.text
-        ends.append(len(text))
-        if part.cache_control is not None:
-            marks.append(len(text))
-    return text, ends, marks
-
-
-def check_arguments(texts: Iterable[str], limits: Limits, *, param: str) -> None:
-    """Refuse arguments of earlier calls that take long to parse, all of a request together."""
-    # A text with a string left open hides those behind it. None of them is parsed: it comes first, and is no JSON.
-    joined = ",".join(texts).encode()
-    check_size(joined, limits, what="the arguments of earlier tool calls have", status=400, param=param)
-
-
-def _arguments(text: str, *, param: str) -> dict[str, Any]:
-    """Templates write arguments from an object; clients send them as text."""
-    try:
-        value = json.loads(text or "{}")  # what some clients send for no arguments
-        json.dumps(value, ensure_ascii=False).encode()  # halves of surrogate pairs are no text
-    except (ValueError, RecursionError) as error:
-        raise bad_request("the arguments of an earlier tool call are no JSON", param=param) from error
-    if not isinstance(value, dict):
-        raise bad_request("the arguments of an earlier tool call are no JSON object", param=param)
-    return value
 
 
 def effort_variables(effort: str | None) -> dict[str, Any]:
@@ -396,3 +314,49 @@ def _spaced(pieces: _Pieces, wanted: Sequence[tuple[int, int]]) -> list[int]:
         if count is not None and count > 0 and count - (chosen[-1] if chosen else 0) >= gap:
             chosen.append(count)
     return chosen
+
+
+class ReplyMemory(TenantMemory["array[int]"]):
+    """The ids of replies by tenant, cache key and text; those that nobody asked for go first."""
+
+    def __init__(self, max_bytes: int = 16 * 2**20) -> None:
+        super().__init__(max_bytes)
+
+    def remember(self, *, tenant: str, cache_key: str, before: str, reply: str, ids: Sequence[int]) -> None:
+        """Keep the ids of ``reply``, which was generated after the rendered text ``before``."""
+        kept = array("I", ids)
+        nbytes = _KEY_BYTES + kept.itemsize * len(kept)
+        if reply and ids and 2 * nbytes <= self._max_bytes:
+            self.keep(tenant, _keys(cache_key, before, reply), kept, nbytes)  # hashed before all others wait
+
+    def find(self, *, tenant: str, cache_key: str, before: str | TextBefore, reply: str) -> list[int] | None:
+        """The ids of ``reply`` after exactly this text, else after any other; None if it was not generated here."""
+        found = self.look_up(tenant, _keys(cache_key, before, reply), renew=True)
+        return list(found[0]) if found is not None else None
+
+
+class TextBefore:
+    """The beginning of a text, which grows: so a chat's turn is hashed once, and not for every turn after it."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._end = text, 0
+        self._digest = hashlib.sha256()
+
+    def grow(self, end: int) -> None:
+        """It goes up to this character now; a smaller one than before changes nothing."""
+        self._digest.update(self._text[self._end : end].encode())
+        self._end = max(self._end, end)
+
+    def digest(self, suffix: bytes) -> bytes:
+        """Of the text so far and ``suffix``."""
+        digest = self._digest.copy()
+        digest.update(suffix)
+        return digest.digest()
+
+
+def _keys(cache_key: str, before: str | TextBefore, reply: str) -> tuple[_Key, _Key]:
+    own = hashlib.sha256(reply.encode()).digest()
+    if isinstance(before, str):
+        text, before = before, TextBefore(before)
+        before.grow(len(text))
+    return (cache_key, before.digest(b"\0" + own)), (cache_key, own)

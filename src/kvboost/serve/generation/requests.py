@@ -16,12 +16,14 @@ from kvboost.hf.sampling import Sampling
 from kvboost.serve.errors import ApiError, bad_request
 from kvboost.serve.generation.prompts import ChatPrompts
 from kvboost.serve.generation.token_stream import Ended, Piece, TokenStream
+from kvboost.serve.schemas.base import SamplingBody
 from kvboost.serve.schemas.chat import Choices
 from kvboost.serve.security.auth import Caller
 from kvboost.serve.security.limits import Limits, check_json
 
 _log = logging.getLogger("kvboost.serve")
 _MAX_SEGMENTS = 1000  # in an answer; a prompt of thousands of scattered positions has more
+_KINDS = ("cached", "exact", "moved", "recomputed", "fresh")  # of a prompt's tokens; the first are the next two
 
 Choice = Literal["auto", "none", "required"]
 
@@ -105,18 +107,14 @@ class Answer:
 
     def reuse(self) -> dict[str, Any]:
         """Where the prompts' KV came from: of the first choice of each, as the others reuse its KV."""
-        first = [ended for ended in self.ended if ended.index % self.request.n == 0 and ended.report is not None]
-        reports = [ended.report for ended in first if ended.report is not None]
+        first = [ended.report for ended in self.ended if ended.index % self.request.n == 0]
+        reports = [report for report in first if report is not None]
         seconds = [ended.first_token_seconds for ended in self.ended if ended.first_token_seconds is not None]
         tiers: Counter[str] = Counter()
         for report in reports:
             tiers.update(report.tiers)
         return {
-            "cached_tokens": sum(report.cached_tokens for report in reports),
-            "exact_tokens": sum(report.exact_tokens for report in reports),
-            "moved_tokens": sum(report.moved_tokens for report in reports),
-            "recomputed_tokens": sum(report.recomputed_tokens for report in reports),
-            "fresh_tokens": sum(report.fresh_tokens for report in reports),
+            **{f"{kind}_tokens": sum(getattr(report, f"{kind}_tokens") for report in reports) for kind in _KINDS},
             "tiers": dict(tiers),
             "segments": reports[0].segments[:_MAX_SEGMENTS] if reports else (),
             "reason": next((report.reason for report in reports if report.reason is not None), None),
@@ -136,10 +134,16 @@ class Answer:
         }
 
 
+def drawn_by(body: SamplingBody, **more: Any) -> Sampling:
+    """How to draw tokens: what all endpoints take, and ``more``. The defaults are OpenAI's."""
+    temperature, top_p = (1.0 if given is None else given for given in (body.temperature, body.top_p))
+    return Sampling(temperature=temperature, top_p=top_p, **more)
+
+
 def sampling_of(
     body: Choices, *, limits: Limits, vocab_size: int, max_new_tokens: int | None
 ) -> tuple[Sampling, list[str]]:
-    """How to draw tokens, and the stop strings. The defaults are OpenAI's."""
+    """How to draw tokens, and the stop strings."""
     stops = [body.stop] if isinstance(body.stop, str) else list(body.stop or [])
     if any(not stop or len(stop) > limits.max_stop_characters for stop in stops):
         raise bad_request(f"a stop string has 1 to {limits.max_stop_characters} characters", param="stop")
@@ -150,9 +154,8 @@ def sampling_of(
     if (body.n or 1) > limits.max_choices:
         raise bad_request(f"this server makes at most {limits.max_choices} choices", param="n")
     _check_least(body, max_new_tokens)
-    sampling = Sampling(
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
+    sampling = drawn_by(
+        body,
         top_k=max(body.top_k or 0, 0),
         min_p=body.min_p or 0.0,
         seed=body.seed,

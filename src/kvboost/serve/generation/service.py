@@ -24,22 +24,19 @@ from kvboost.scheduler.jobs import Job, Ticket
 from kvboost.scheduler.runner import BatchRunner
 from kvboost.serve.errors import ApiError, bad_request
 from kvboost.serve.generation.answers import AnswerReaders
-from kvboost.serve.generation.prompts import ChatPrompt, ChatPrompts
-from kvboost.serve.generation.replies import ReplyMemory
+from kvboost.serve.generation.prompts import ChatPrompt, ChatPrompts, ReplyMemory
 from kvboost.serve.generation.requests import Answer, GenerationRequest, Offer
 from kvboost.serve.generation.structured import Constrain, Grammars
 from kvboost.serve.generation.token_stream import Ended, TokenStream, milliseconds, seconds_per_token, token_bytes
-from kvboost.serve.generation.tokenizing import PromptLengths, Tokenizing
 from kvboost.serve.generation.turns import ResponseMemory
 from kvboost.serve.observability.metrics import KeptStats, Metrics, RequestRecord
-from kvboost.serve.observability.requests import Spaces, current_request, stored_tenant
-from kvboost.serve.observability.tracing import RequestSpan, current_span
+from kvboost.serve.observability.requests import Spaces, current_request, current_span, describe_span, stored_tenant
 from kvboost.serve.schemas.base import ResponseFormat
 from kvboost.serve.schemas.responses import InlineSchemaFormat
 from kvboost.serve.security.auth import Caller, Keys
+from kvboost.serve.security.bodies import Tokenizing
 from kvboost.serve.security.fair_pool import FairPool, Pace
-from kvboost.serve.security.limits import Limits, Shares
-from kvboost.serve.security.rates import Rates
+from kvboost.serve.security.limits import Limits, PromptLengths, Rates, Shares
 
 _log = logging.getLogger("kvboost.serve")
 _REST = 4.0  # seconds for each second that one tenant's large requests and schemas took, while others are here
@@ -91,7 +88,7 @@ class Service:
         self.tokenizing = Tokenizing(max_waiting=most, large=self.reading)
         self.kept = KeptStats(engine)
         self.spaces = Spaces(engine)
-        self.metrics = Metrics(self.kept, runner)
+        self.metrics = Metrics(engine, runner)
         self.pins = Pins(engine)
         self.draining = False
         self.started = int(time.time())
@@ -303,7 +300,7 @@ class Service:
             return 0.0
         return costs.prefill_seconds(forwards=0, tokens=reuse["cached_tokens"])
 
-    def _count(self, answer: Answer, *, seconds: float, span: RequestSpan | None) -> None:
+    def _count(self, answer: Answer, *, seconds: float, span: Any) -> None:
         reuse = answer.reuse()
         whole = len(answer.ended) == len(answer.request.prompts) * answer.request.n
         # The first choice that failed ends the answer: the others are cancelled, or had ended before.
@@ -339,6 +336,6 @@ class Service:
         if span is not None:
             reports = [ended.report for ended in answer.ended if ended.report is not None]
             timings = reports[0].timings_ms if reports else {}
-            span.describe(record, model=answer.model, bitwise=reuse["bitwise"], timings_ms=timings)
+            describe_span(span, record, model=answer.model, bitwise=reuse["bitwise"], timings_ms=timings)
         if (request := current_request()) is not None:
             request.record = record

@@ -48,8 +48,6 @@ class Ended(Finished):
     """Those of them that are the text: without end tokens and stop strings. Empty where these cannot be separated."""
     stop_string: str | None = None
     """The one that ended it."""
-    mean_logprob: float | None = None
-    """Over all tokens that were produced, the end token too; None where log-probabilities were not requested."""
 
 
 def milliseconds(seconds: float | None) -> float | None:
@@ -112,7 +110,6 @@ class Choice:
         self._index, self._end_token_ids = index, end_token_ids
         self._detokenizer, self._cutter = Detokenizer(decode), StopCutter(stops)
         self._produced: list[int] = []
-        self._logprobs: list[float] = []
         self._borders = [0]  # characters before the token with this index
         self._decoded = self._given = 0  # characters
         self._waiting: list[tuple[NewToken, int]] = []  # tokens whose text has not been given out
@@ -128,8 +125,6 @@ class Choice:
         if self.is_stopped:
             return None  # how many come so late is chance
         self._produced.append(token.token_id)
-        if token.logprob is not None:
-            self._logprobs.append(token.logprob)
         if token.token_id in self._end_token_ids:
             return None
         self._waiting.append((token, self._decoded))
@@ -162,7 +157,6 @@ class Choice:
                 "token_ids": tuple(self._produced),
                 "reply_ids": tuple(plain),
                 "stop_string": found,
-                "mean_logprob": sum(self._logprobs) / len(self._logprobs) if self._logprobs else None,
             }
         )
 

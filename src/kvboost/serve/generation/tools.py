@@ -11,17 +11,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Set
-from typing import Any, Protocol
+from typing import Any
 
-from kvboost.serve.generation.calls import (
+from kvboost.serve.generation.parts import (
+    Call,
+    Content,
+    Found,
     JsonSpan,
+    Reasoning,
+    TagFinder,
     as_call,
     read_alone,
     read_mistral,
     read_object,
     read_tagged,
 )
-from kvboost.serve.generation.parts import Call, Content, Found, Reasoning, TagFinder
 
 _BLANKS = " \t\r\n"
 _FENCE = re.compile(r"```(?:json)?\s{0,4}(?=\{)")
@@ -31,18 +35,6 @@ _UNREADABLE = (ValueError, TypeError, KeyError, RecursionError)
 """What Transformers' parser raises for text that is not as its template has it."""
 _ALWAYS_FED = 256  # characters that it may be undecided on while every piece is fed to it
 _Read = Callable[[str], list[Call]]
-
-
-class ToolReader(Protocol):
-    """Reads one answer."""
-
-    def add(self, text: str) -> list[Found]:
-        """What is certain now."""
-        ...
-
-    def end(self) -> list[Found]:
-        """The rest."""
-        ...
 
 
 def make_tool_reader(tokenizer: Any, *, prompt: str, tools: list[dict[str, Any]]) -> ToolReader:
@@ -66,23 +58,6 @@ def parses_reasoning(tokenizer: Any) -> bool:
     return bool(_REASONING_FIELDS & set(fields))
 
 
-class _Section(Protocol):
-    """Text that may be calls, from its opening to its end."""
-
-    def add(self, text: str) -> str | None:
-        """Take what belongs to it; what follows it, once it is over."""
-        ...
-
-    def calls(self) -> list[Call]:
-        """Those that it holds, if it ends here; none if it is text."""
-        ...
-
-    @property
-    def text(self) -> str:
-        """All of it."""
-        ...
-
-
 class _Tagged:
     """Ends with a tag, or with the answer."""
 
@@ -93,12 +68,14 @@ class _Tagged:
         self._closed = False
 
     def add(self, text: str) -> str | None:
+        """Take what belongs to it; what follows it, once it is over."""
         before, rest = self._finder.add(text)
         self._pieces.append(before)
         self._closed = rest is not None
         return rest
 
     def calls(self) -> list[Call]:
+        """Those that it holds, if it ends here; none if it is text."""
         self._pieces.append(self._finder.end())
         return self._read("".join(self._pieces))
 
@@ -128,6 +105,10 @@ class _Braced:
     @property
     def text(self) -> str:
         return "".join([self._opens, *self._pieces])
+
+
+_Section = _Tagged | _Braced
+"""Text that may be calls, from its opening to its end."""
 
 
 class FormatReader:
@@ -314,3 +295,7 @@ class ParserReader:
 
 def _text(text: str) -> list[Found]:
     return [Content(text)] if text else []
+
+
+ToolReader = FormatReader | ForcedReader | ParserReader
+"""Reads one answer."""

@@ -22,7 +22,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvboost.engine import KVBoost
-from kvboost.engine.stats import TierState
 from kvboost.scheduler.runner import BatchRunner
 from kvboost.types import CacheStats, NonPrefixReuseStats
 
@@ -34,7 +33,7 @@ _log = logging.getLogger("kvboost.serve")
 
 
 class KeptStats:
-    """The statistics of one engine. Thread-safe."""
+    """Asks the tiers of one engine what they hold, again and again. Thread-safe."""
 
     def __init__(self, engine: KVBoost) -> None:
         self._engine = engine
@@ -44,14 +43,6 @@ class KeptStats:
         if engine.tier_states():  # otherwise there is nothing to ask
             self._thread = threading.Thread(target=self._keep, name="kvboost-statistics", daemon=True)
             self._thread.start()
-
-    def total(self) -> CacheStats:
-        """Of all tenants together."""
-        return total_stats(self._engine, ask_tiers=False)
-
-    def tiers(self) -> dict[str, TierState]:
-        """The tiers below the memory, of all tenants together."""
-        return self._engine.tier_states()
 
     def look_again(self) -> None:
         """What the tiers hold has changed much: ask them soon."""
@@ -156,8 +147,8 @@ class RequestRecord:
 class _Live(Collector):
     """The engine's and the runner's own numbers, taken at each scrape."""
 
-    def __init__(self, kept: KeptStats, runner: BatchRunner) -> None:
-        self._kept, self._runner = kept, runner
+    def __init__(self, engine: KVBoost, runner: BatchRunner) -> None:
+        self._engine, self._runner = engine, runner
         self._lock = threading.Lock()
         self._last: defaultdict[tuple[str, ...], float] = defaultdict(float)
         self._gone: defaultdict[tuple[str, ...], float] = defaultdict(float)
@@ -174,7 +165,7 @@ class _Live(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """One scrape."""
-        stats, load = self._kept.total(), self._runner.load()
+        stats, load = total_stats(self._engine, ask_tiers=False), self._runner.load()
         yield GaugeMetricFamily("kvboost_runner_alive", "0 once the runner has failed or hangs.", value=load.alive)
         yield GaugeMetricFamily(
             "kvboost_runner_step_seconds", "Since the step that runs began; 0 if none runs.", value=load.step_seconds
@@ -206,7 +197,7 @@ class _Live(Collector):
         yield from self._tiers()
 
     def _tiers(self) -> Iterator[Metric]:
-        tiers = self._kept.tiers()
+        tiers = self._engine.tier_states()
         available = GaugeMetricFamily("kvboost_tier_available", "1 if it answers.", labels=["tier"])
         for name, tier in tiers.items():
             available.add_metric([name], tier.available)
@@ -229,10 +220,10 @@ def _standing(reuse: NonPrefixReuseStats) -> Iterator[Metric]:
 class Metrics:
     """Counters and histograms of requests, and the engine's own. Thread-safe."""
 
-    def __init__(self, kept: KeptStats, runner: BatchRunner) -> None:
+    def __init__(self, engine: KVBoost, runner: BatchRunner) -> None:
         self._recent: deque[RequestRecord] = deque(maxlen=_MAX_RECENT)
         self._registry = CollectorRegistry()
-        self._registry.register(_Live(kept, runner))
+        self._registry.register(_Live(engine, runner))
         registry = self._registry
         self._requests = Counter(
             "kvboost_requests", "Answers, by endpoint and how they ended.", ["endpoint", "finish"], registry=registry

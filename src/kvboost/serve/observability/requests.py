@@ -1,9 +1,12 @@
-"""One id and one log line for every request: numbers, never a word of a client's. Tenants are named as stores do.
+"""One id and one log line for every request, and an OpenTelemetry span for each that a key let in: numbers, never text.
 
-The outermost layer. :class:`kvboost.serve.generation.service.Service` adds what was computed and reused.
+:class:`RequestLog` is the outermost layer, :class:`Tracing` runs between the gate and the routes, and
+:class:`kvboost.serve.generation.service.Service` adds what was computed and reused. Tenants are named as stores do.
 Invariants: every response names the request's id; of what a client sends only the id is logged, and only if it is
 short and made of plain characters; a request that fails is answered with a 500, if it can be; who has no key cannot
-fill a disk with lines, nor keep out those about callers who have one.
+fill a disk with lines, nor keep out those about callers who have one; a span has no text, key or tenant of a client's
+and no attribute but the trace's own id that comes from one. The process sets the provider and the exporter
+(``kvboost[otel]``, docs/serving.md): as long as it has set none, nothing is imported and a request costs one look-up.
 """
 
 from __future__ import annotations
@@ -12,10 +15,13 @@ import logging
 import math
 import re
 import secrets
+import sys
 import threading
 import time
+from collections.abc import Collection, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse
@@ -27,6 +33,9 @@ from kvboost.serve.errors import ApiError
 from kvboost.serve.observability.metrics import Metrics, RequestRecord
 from kvboost.types import tenant_digest
 
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
 REQUEST_ID = "x-request-id"
 _GIVEN_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _METHODS = frozenset(("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"))
@@ -36,6 +45,8 @@ _MAX_UNKNOWN = 60  # lines about requests of nobody known
 _MINUTE_S = 60.0
 _TENANT_DIGITS, _MODEL_DIGITS = 8, 12  # as many as ``kvboost cache stat`` shows
 _MODEL_S = 60.0  # a model that changes has its new id after so long
+_OPERATIONS = {"chat": "chat", "completions": "text_completion", "responses": "chat", "messages": "chat"}
+_SERVER_FAILED = 500
 
 _log = logging.getLogger("kvboost.serve")
 
@@ -172,3 +183,96 @@ def _write(scope: Scope, note: RequestNote, *, status: int, seconds: float) -> N
 
 def _level(scope: Scope) -> int:
     return logging.DEBUG if scope["state"].get("route") in _PROBES else logging.INFO
+
+
+class Tracing:
+    """Opens a span for each POST to a listed path and ends it with the response. Runs after the gate."""
+
+    def __init__(self, app: ASGIApp, *, paths: Collection[str]) -> None:
+        self._app, self._paths = app, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, in a span if tracing is enabled."""
+        wanted = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._paths
+        if not wanted or not is_enabled():
+            await self._app(scope, receive, send)
+            return
+        from opentelemetry import trace
+
+        span = _opened(scope)
+
+        async def watched(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                span.set_attribute("http.response.status_code", message["status"])
+                if message["status"] >= _SERVER_FAILED:
+                    span.set_status(trace.StatusCode.ERROR)
+            await send(message)
+
+        # An exception's message may hold a client's text; only its type is recorded.
+        with trace.use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
+            try:
+                await self._app(scope, receive, watched)
+            except BaseException as error:
+                span.set_attribute("error.type", type(error).__qualname__)
+                span.set_status(trace.StatusCode.ERROR)
+                raise
+
+
+def is_enabled() -> bool:
+    """Whether the process has set a provider: then it has imported OpenTelemetry, so that this need not."""
+    api = sys.modules.get("opentelemetry.trace")
+    if api is None:
+        return False
+    return not isinstance(api.get_tracer_provider(), api.ProxyTracerProvider | api.NoOpTracerProvider)
+
+
+def _opened(scope: Scope) -> Span:
+    """A span of the trace the client is in, or of the one that an instrumented server has opened around us."""
+    from opentelemetry import propagate, trace
+
+    context, kind = None, trace.SpanKind.INTERNAL
+    if not trace.get_current_span().get_span_context().is_valid:
+        carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        context, kind = propagate.extract(carrier), trace.SpanKind.SERVER
+    return trace.get_tracer("kvboost").start_span(
+        f"POST {scope['path']}",
+        context=context,
+        kind=kind,
+        attributes={"http.request.method": "POST", "http.route": scope["path"]},
+    )
+
+
+def describe_span(
+    span: Span, record: RequestRecord, *, model: str, bitwise: bool, timings_ms: Mapping[str, float]
+) -> None:
+    """Set the attributes; ``timings_ms`` are the stages of its first prompt's prefill."""
+    known: dict[str, Any] = {}
+    if record.ttft_ms is not None:
+        known = {"kvboost.ttft_ms": record.ttft_ms, "kvboost.waiting_ms": timings_ms.get("waiting", 0.0)}
+    if record.endpoint in _OPERATIONS:  # OpenTelemetry has no name for warming a cache
+        known["gen_ai.operation.name"] = _OPERATIONS[record.endpoint]
+    span.set_attributes(
+        {
+            "gen_ai.request.model": model,
+            "gen_ai.response.id": record.id,
+            "gen_ai.response.finish_reasons": [record.finish],
+            "gen_ai.usage.input_tokens": record.prompt,
+            "gen_ai.usage.output_tokens": record.new,
+            "kvboost.exact_tokens": record.exact,
+            "kvboost.moved_tokens": record.moved,
+            "kvboost.recomputed_tokens": record.recomputed,
+            "kvboost.fresh_tokens": record.fresh,
+            "kvboost.bitwise": bitwise,
+            **known,
+        }
+    )
+
+
+def current_span() -> Span | None:
+    """The span this request runs in, as it is handed to the runner; None without tracing."""
+    if not is_enabled():
+        return None
+    from opentelemetry import trace
+
+    span = trace.get_current_span()
+    return span if span.is_recording() else None

@@ -113,7 +113,7 @@ class CompletionRequest(Choices):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     echo: bool | None = None
-    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+    best_of: Annotated[None, unsupported("ask for n choices with logprobs and take the best")] = None
     suffix: Annotated[None, unsupported("write the prompt as your model expects it to be filled in")] = None
 
 

@@ -26,7 +26,6 @@ from kvboost.serve.schemas.base import (
     text_only,
 )
 
-Status = Literal["in_progress", "completed", "incomplete"]
 _Empty = Annotated[list[Any], Field(max_length=0)]
 _TEXT_ONLY = text_only(("input_image", "input_file", "input_audio"))
 
@@ -41,34 +40,35 @@ class ItemPart(TextPart):
 Parts = TextOr[Annotated[ItemPart, _TEXT_ONLY]]
 
 
-class InputMessage(Body):
+class Item(Body):
+    """What every item may bring back of the answer that it was in."""
+
+    id: Text | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class InputMessage(Item):
     """One message of /v1/responses."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Parts
-    id: Text | None = None
-    status: Status | None = None
     phase: Literal["commentary", "final_answer"] | None = None
 
 
-class FunctionCall(CalledFunction):
+class FunctionCall(Item, CalledFunction):
     """A call an assistant made earlier."""
 
     type: Literal["function_call"]
     call_id: Text
-    id: Text | None = None
-    status: Status | None = None
 
 
-class FunctionCallOutput(Body):
+class FunctionCallOutput(Item):
     """What a function answered."""
 
     type: Literal["function_call_output"]
     call_id: Text
     output: Parts
-    id: Text | None = None
-    status: Status | None = None
 
 
 class ReasoningText(Body):
@@ -78,16 +78,14 @@ class ReasoningText(Body):
     text: Text
 
 
-class ReasoningItem(Body):
+class ReasoningItem(Item):
     """What an assistant thought earlier."""
 
     type: Literal["reasoning"]
     summary: Listed[ReasoningText]
     content: Listed[ReasoningText] | None = None
-    id: Text | None = None
     encrypted_content: Text | None = None
     """Of another server, which only that one can read: it is left out."""
-    status: Status | None = None
 
 
 _TAGS = {

@@ -1,7 +1,7 @@
-"""Who may call what: keys, tenants, and the gate before every route.
+"""Who may call what, and how often: keys, tenants, and the gate before every route.
 
-The gate runs before the app's routing. Invariant: a route that is not listed is denied, and a listed one answers
-only to a caller of its kind; a client's tenant is that of its key, whatever it writes.
+The gate runs before the app's routing, and :class:`RateLimit` after the gate. Invariant: a route that is not listed is
+denied, and a listed one answers only to a caller of its kind; a client's tenant is that of its key, whatever it writes.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ import os
 import re
 import secrets
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.routing import compile_path
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvboost.errors import ConfigError
 from kvboost.private import make_secret, read_private, read_secret
 from kvboost.serve.errors import ApiError
-from kvboost.serve.security.limits import Limits
+from kvboost.serve.security.limits import Limits, Rates
 
 _TENANT_PURPOSE = b"kvboost tenant v2:"
 _NAME_PURPOSE = b"kvboost named tenant v2:"
@@ -334,3 +335,29 @@ def _is_of_another_site(headers: Mapping[bytes, bytes]) -> bool:
         return True
     origin = headers.get(b"origin")
     return origin is not None and origin.partition(b"://")[2].lower() != headers.get(b"host", b"").lower()
+
+
+class RateLimit:
+    """Lets requests to ``paths`` through while their key has something left. Runs after the gate."""
+
+    def __init__(self, app: ASGIApp, *, rates: Rates, paths: Collection[str]) -> None:
+        self._app, self._rates, self._paths = app, rates, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or pass the request on."""
+        if scope["type"] != "http" or scope["path"] not in self._paths:
+            await self._app(scope, receive, send)
+            return
+        key_id = scope["state"]["caller"].key_id
+        try:
+            self._rates.enter(key_id)
+        except ApiError as error:
+            await JSONResponse(error.body(scope["path"]), error.status, headers=error.headers)(scope, receive, send)
+            return
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(self._rates.headers(key_id))
+            await send(message)
+
+        await self._app(scope, receive, with_headers)

@@ -1,8 +1,9 @@
 """Receives and parses request bodies, bounded in bytes, in time and in values, whatever their headers say.
 
-:class:`BodyLimit` runs before the app's routing, :class:`JsonRoute` is the class of its routes. Invariants: a body is
-whole and small enough before anything reads it; a large one is counted and parsed in a pool, as no other request and no
-step of the model runs meanwhile; what Python's JSON parser takes is taken, and what it refuses is refused in its words.
+:class:`BodyLimit` runs before the app's routing, :class:`JsonRoute` is the class of its routes, :class:`Tokenizing`
+runs what makes tokens of a body. Invariants: a body is whole and small enough before anything reads it; a large one is
+counted and parsed in a pool, as no other request and no step of the model runs meanwhile; what Python's JSON parser
+takes is taken, and what it refuses is refused in its words; a short prompt never waits for a long one to be tokenised.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ T = TypeVar("T")
 VALUES = b",[{"
 CONTAINERS = b"[{"  # each costs its reader as much as many values
 _PARSED = "kvboost.parsed"  # a request's large body, in its ASGI scope
+_LARGE_BYTES = 16 * 2**10  # a text of as many characters is tokenised in some 10 ms
 _SMALL_BYTES = 64 * 2**10  # counted and parsed in a millisecond or two, whatever is in them
 _WINDOW = 64 * 2**10  # bytes that are looked at in one call, which lets nobody else run
 _STRINGS = re.compile(rb'"[^"]*+"?')
@@ -264,3 +266,27 @@ class JsonRoute(APIRoute):
                 return Response(status_code=_CLIENT_GONE)
 
         return handle if self.body_field is None else handle_body
+
+
+class Tokenizing:
+    """Runs what tokenises. Raises what a :class:`FairPool` raises."""
+
+    def __init__(self, *, max_waiting: int, large: FairPool) -> None:
+        """``large`` reads large requests."""
+        self._short = FairPool(max_waiting=max_waiting, name="kvboost-tokenize")
+        self._long = large
+
+    async def run(self, tenant: str, work: Callable[..., T], /, *arguments: Any, **keywords: Any) -> T:
+        """What ``work`` returns or raises. Raises a 429 if too many wait."""
+        return await self._pool(request_bytes_now()).run(tenant, work, *arguments, **keywords)
+
+    async def finish(self, tenant: str, size: int, work: Callable[..., T], /, *arguments: Any, **keywords: Any) -> T:
+        """The same for the end of an answer to a prompt of ``size`` characters. It is never refused."""
+        return await self._pool(size).finish(tenant, work, *arguments, **keywords)
+
+    def _pool(self, size: int) -> FairPool:
+        return self._long if size > _LARGE_BYTES else self._short
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        self._short.close()

@@ -137,9 +137,8 @@ class FairPool:
     async def run(self, tenant: str, work: Callable[..., T], /, *arguments: Any, **keywords: Any) -> T:
         """What ``work`` returns or raises. Raises a 429 if too many wait, of which the tenant has its even share."""
         with self._changed:
-            waiting = sum(map(len, self._waiting.values()))
             even_share = max(1, self._max_waiting // len({*self._waiting, tenant}))
-            if waiting >= self._max_waiting and len(self._waiting.get(tenant, ())) >= even_share:
+            if self.waiting >= self._max_waiting and len(self._waiting.get(tenant, ())) >= even_share:
                 raise ApiError(
                     429,
                     f"{self._max_waiting} requests wait to be read, this server's limit; try again in a moment",

@@ -1,7 +1,7 @@
-"""All chunk records of one directory, server or bucket: what ``kvboost cache`` works with.
+"""All chunk records of one directory or server: what ``kvboost cache`` works with.
 
-A tier sees the blocks of one namespace and hides every failure; a :class:`Catalogue` sees all records of a directory,
-server or bucket, without a model, and says what is wrong. Invariants: looking changes nothing; what a name or a header
+A tier sees the blocks of one namespace and hides every failure; a :class:`Catalogue` sees all records of a directory
+or server, without a model, and says what is wrong. Invariants: looking changes nothing; what a name or a header
 claims is believed only where :func:`check` has proven it; :attr:`Verdict.WHOLE` is only ever said of a record that a
 tier with the same keys would hand out. Without its key a record cannot be told from a forged one; that is
 :attr:`Verdict.LOCKED`.
@@ -10,11 +10,11 @@ tier with the same keys would hand out. Without its key a record cannot be told 
 from __future__ import annotations
 
 import enum
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from kvboost.errors import ConfigError, ForeignRecordError, RecordError, RecordVersionError
@@ -45,7 +45,7 @@ class Entry:
     size: int
     """The bytes it takes, as this place counts them."""
     used_at: float | None
-    """When it was last used (in a bucket: written), in seconds since 1970."""
+    """When it was last used, in seconds since 1970."""
 
 
 class Catalogue(ABC):
@@ -80,17 +80,9 @@ class Catalogue(ABC):
     def remove(self, entries: Sequence[Entry]) -> int:
         """Remove these; how many there were."""
 
-    @abstractmethod
-    def purge(self, tenant: bytes) -> int:
-        """Remove everything of a tenant, of whatever model; how many records there were."""
-
-    @abstractmethod
-    def purge_all(self) -> int:
-        """Remove everything of every tenant; how many records there were."""
-
-    def purge_outdated(self) -> int:
-        """Remove what earlier versions left under names that are read no more; how many there were."""
-        return 0
+    def purge(self, tenant: bytes | None) -> int:
+        """Remove everything of a tenant, or of all, of whatever model; how many records there were."""
+        return self.remove([entry for entry in self.entries() if tenant in (None, entry.tenant)])
 
     @abstractmethod
     def tier(self, records: RecordFormat, *, capacity_bytes: int | None) -> RecordTier[Any]:
@@ -175,28 +167,13 @@ class KeyRing:
         """What reads records like this one; None if a key for it is missing."""
         space = space_of(header)
         if space not in self._formats:
-            made = (found for found in self._candidates(header) if found.space == space)
-            self._formats[space] = next(made, None)
+            protection = "encrypt" if header.encrypted else "mac" if header.keyed else "none"
+            named = partial(record_format, header.namespace, codec=header.codec, max_bytes=MAX_RECORD_BYTES)
+            # An engine seals whatever it encrypts: no key of ours makes an encrypted record without a MAC.
+            keys = self._keys if header.keyed else [] if header.encrypted else [None]
+            made = (named(protection=protection, key=key) for key in keys)
+            self._formats[space] = next((found for found in made if found.space == space), None)
         return self._formats[space]
-
-    def _candidates(self, header: RecordHeader) -> Iterator[RecordFormat]:
-        """Formats with the keys that an engine makes of each key file, and with the keys as they are."""
-        if header.keyed:
-            protection = "encrypt" if header.encrypted else "mac"
-            for key in self._keys:
-                yield record_format(
-                    header.namespace, codec=header.codec, max_bytes=MAX_RECORD_BYTES, protection=protection, key=key
-                )
-        macs = self._keys if header.keyed else [None]
-        ciphers = self._keys if header.encrypted else [None]
-        for mac, cipher in itertools.product(macs, ciphers):
-            yield RecordFormat(
-                header.namespace,
-                codec=header.codec,
-                mac_key=mac,
-                encryption_key=cipher,
-                max_bytes=MAX_RECORD_BYTES,
-            )
 
 
 def examine(head: Buffer, *, space: bytes, key: bytes) -> Finding:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from kvboost.errors import PlaceError
@@ -35,30 +36,22 @@ class DiskCatalogue(Catalogue):
         super().__init__(str(self._layout.directory))
         self._files = Files()
         self._owners: dict[bytes, Namespace | None] = {}
-        try:
+        with self._used():
             if self._layout.directory.exists() and not self._layout.directory.is_dir():
                 raise PlaceError(f"{directory} is no directory; give another place for the records")
             if not create and not self._layout.directory.is_dir():
                 raise PlaceError(f"there is no directory {directory}; give the one an engine has as disk_cache_dir")
             is_cache = self._layout.index.exists() or self._layout.tmp.exists() or bool(self._layout.spaces())
-        except OSError as error:
-            raise self._failed(error) from error
         if not create and not is_cache:
             raise PlaceError(f"{directory} is no cache directory; give the one an engine has as disk_cache_dir")
 
     def entries(self) -> Iterator[Entry]:
         """Every file with a record's name, one space after the other."""
-        view = self._view()
-        try:
+        with self._used(), self._view() as view:
             for space in sorted(self._layout.spaces()):
                 owner = self._owner(space, view)
                 for first in range(256):
                     yield from self._entries(space, first, owner.tenant if owner is not None else None, view)
-        except OSError as error:
-            raise self._failed(error) from error
-        finally:
-            if view is not None:
-                view.close()
 
     def _entries(self, space: bytes, first: int, tenant: bytes | None, view: IndexView | None) -> Iterator[Entry]:
         there = self._layout.records(self._layout.folder(space, first))
@@ -77,24 +70,18 @@ class DiskCatalogue(Catalogue):
 
     def _head(self, entry: Entry) -> bytes | None:
         path = self._layout.record(entry.space, entry.key)
-        try:
+        with self._used(), suppress(FileNotFoundError):
             return head_of(lambda length: self._files.head(path, length))
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise self._failed(error) from error
+        return None
 
     def _record(self, entry: Entry) -> memoryview | None:
-        try:
+        with self._used():
             return self._files.read(self._layout.record(entry.space, entry.key), max_bytes=MAX_RECORD_BYTES)
-        except OSError as error:
-            raise self._failed(error) from error
 
     def remove(self, entries: Sequence[Entry]) -> int:
         """Remove these files and what the index says about them."""
         removed = 0
-        index = self._index()
-        try:
+        with self._used(), self._index() as index:
             for begin in range(0, len(entries), _AT_ONCE):
                 some = entries[begin : begin + _AT_ONCE]
                 for entry in some:
@@ -102,31 +89,20 @@ class DiskCatalogue(Catalogue):
                     removed += path.exists()
                     self._files.remove(path)
                 if index is not None:
-                    places = [(entry.space, entry.key) for entry in some]
-                    index.delete_missing(places, self._layout.has)
-        except (OSError, sqlite3.Error) as error:
-            raise self._failed(error) from error
-        finally:
-            if index is not None:
-                index.close()
+                    index.delete_missing([(entry.space, entry.key) for entry in some], self._layout.has)
         return removed
 
-    def _index(self) -> ChunkIndex | None:
+    @contextmanager
+    def _index(self) -> Iterator[ChunkIndex | None]:
         """The index, to delete entries; None if there is none, as one that is made later comes from the files."""
+        index = None
         try:
-            return ChunkIndex.open(self._layout.index) if self._layout.index.exists() else None
+            index = ChunkIndex.open(self._layout.index) if self._layout.index.exists() else None
         except sqlite3.Error as error:
-            if is_damaged(error):
-                return None  # the next engine rebuilds it from the files
-            raise self._failed(error) from error
-
-    def purge(self, tenant: bytes) -> int:
-        """Remove every file of a tenant."""
-        return self.remove([entry for entry in self.entries() if entry.tenant == tenant])
-
-    def purge_all(self) -> int:
-        """Remove every file with a record's name."""
-        return self.remove(list(self.entries()))
+            if not is_damaged(error):  # the next engine rebuilds a broken one from the files
+                raise
+        with closing(index) if index is not None else nullcontext():
+            yield index
 
     def tier(self, records: RecordFormat, *, capacity_bytes: int | None) -> DiskTier:
         """A disk tier in this directory."""
@@ -134,44 +110,32 @@ class DiskCatalogue(Catalogue):
 
     def limit(self) -> int | None:
         """Of the whole directory."""
-        try:
+        with self._used():
             return read_capacity(self._layout)
-        except OSError as error:
-            raise self._failed(error) from error
 
     def set_limit(self, capacity: int) -> None:
         """Set it for the whole directory, which is made if it is not there."""
-        try:
+        with self._used():
             claim(self._layout)
             with index_lock(self._layout, timeout_s=_TIMEOUT_S):
                 write_capacity(self._layout, capacity)
-        except (OSError, IndexUnavailableError) as error:
-            raise self._failed(error) from error
 
     def trim(self) -> Iterator[int]:
         """Evict some records in each transaction."""
-        limit, index = self.limit(), self._index()
-        if index is None:
-            return  # nobody has stored anything that it counts
-        try:
-            room = Room.NOT_YET
-            while limit is not None and room is Room.NOT_YET:
+        limit, room = self.limit(), Room.NOT_YET
+        with self._used(), self._index() as index:
+            # Without an index nobody has stored anything that it counts.
+            while index is not None and limit is not None and room is Room.NOT_YET:
                 room, evicted = index.trim(limit, lambda place: self._files.remove(self._layout.record(*place)))
                 yield evicted
                 time.sleep(BETWEEN_STEPS_S)
-        except (OSError, sqlite3.Error) as error:
-            raise self._failed(error) from error
-        finally:
-            index.close()
 
     def check_writable(self) -> None:
         """Make the directory if it is not there, and a file in it for a moment."""
-        try:
+        with self._used():
             claim(self._layout)
             self._layout.tmp.mkdir(mode=0o700, exist_ok=True)
             Presence(self._layout.tmp).close()
-        except OSError as error:
-            raise self._failed(error) from error
 
     def _owner(self, space: bytes, view: IndexView | None) -> Namespace | None:
         """Whose space this is: as a record in it proves, else as the index says."""
@@ -198,13 +162,19 @@ class DiskCatalogue(Catalogue):
         except sqlite3.Error:
             return None  # broken, see _entries
 
-    def _view(self) -> IndexView | None:
-        if not self._layout.index.exists():
-            return None
-        try:
-            return IndexView(self._layout.index)
-        except sqlite3.Error:
-            return None  # broken, see _entries
+    @contextmanager
+    def _view(self) -> Iterator[IndexView | None]:
+        view = None
+        with suppress(sqlite3.Error):  # broken, see _entries
+            view = IndexView(self._layout.index) if self._layout.index.exists() else None
+        with closing(view) if view is not None else nullcontext():
+            yield view
 
-    def _failed(self, error: Exception) -> PlaceError:
-        return PlaceError(f"{self.place} cannot be used ({error}); look at the disk and the permissions")
+    @contextmanager
+    def _used(self) -> Iterator[None]:
+        """In this ``with`` block, what the directory fails with is a PlaceError."""
+        try:
+            yield
+        except (OSError, sqlite3.Error, IndexUnavailableError) as error:
+            remedy = "look at the disk and the permissions"
+            raise PlaceError(f"{self.place} cannot be used ({error}); {remedy}") from error

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TypeVar
+from typing import NoReturn
 
 from kvboost.errors import ConfigError, PlaceError
 from kvboost.store.admin.base import MAX_RECORD_BYTES, Catalogue, Entry, head_of
@@ -24,8 +24,6 @@ from kvboost.store.tiers.remote import Patience, RefusedError, UnavailableError
 _TIMEOUT_S = 30.0
 _AT_ONCE = 64
 
-T = TypeVar("T")
-
 
 class RedisCatalogue(Catalogue):
     """A server that Redis tiers share."""
@@ -33,37 +31,43 @@ class RedisCatalogue(Catalogue):
     def __init__(self, url: str) -> None:
         """Raises ConfigError for an URL that cannot work, PlaceError if nobody answers there."""
         self._url = giving_nothing(url)
-        self._failures: list[UnavailableError] = []
         patience = Patience(_TIMEOUT_S, min_bytes_per_s=1e6)
-        report = self._failures.append
-        self._values = open_values(self._url, prefix=PREFIX, patience=patience, ttl_ms=None, report=report, warns=False)
+        self._values = open_values(
+            self._url, prefix=PREFIX, patience=patience, ttl_ms=None, report=self._report, warns=False
+        )
         super().__init__(self._values.place)
-        self._values.open()
-        if self._failures or not self._values.is_available:
+        try:
+            self._values.open()
+            if not self._values.is_available:
+                self._report(UnavailableError(None))
+        except PlaceError:
             self.close()
-            raise self._failed(self._failures[-1] if self._failures else UnavailableError(None))
+            raise
 
     def entries(self) -> Iterator[Entry]:
         """Every record. When one was last used is not known where the server evicts by how often, not when."""
         seen: set[bytes] = set()  # a scan may name one twice
         values = self._listed()
-        for names in self._paged(values.records()):
-            new = [name for name in names if name not in seen]
-            seen.update(new)
-            commands = [command for name in new for command in (("OBJECT", "IDLETIME", name), ("STRLEN", name))]
-            replies = self._done(partial(values.run, commands))
-            for name, size, idle in zip(new, replies[1::2], replies[::2], strict=True):
-                with suppress(ValueError):  # another program's name
-                    tenant, space, key = (bytes.fromhex(part.decode()) for part in name.split(b":")[2:])
-                    if isinstance(size, int) and size:
-                        yield Entry(space, key, tenant, size, time.time() - idle if isinstance(idle, int) else None)
+        with self._used():
+            for names in values.records():
+                new = [name for name in names if name not in seen]
+                seen.update(new)
+                commands = [command for name in new for command in (("OBJECT", "IDLETIME", name), ("STRLEN", name))]
+                replies = values.run(commands)
+                for name, size, idle in zip(new, replies[1::2], replies[::2], strict=True):
+                    with suppress(ValueError):  # another program's name
+                        tenant, space, key = (bytes.fromhex(part.decode()) for part in name.split(b":")[2:])
+                        if isinstance(size, int) and size:
+                            used_at = time.time() - idle if isinstance(idle, int) else None
+                            yield Entry(space, key, tenant, size, used_at)
 
     def _head(self, entry: Entry) -> bytes | None:
         return head_of(partial(self._first_bytes, entry)) or None
 
     def _first_bytes(self, entry: Entry, length: int) -> bytes:
         command = ("GETRANGE", _name(entry), 0, length - 1)
-        (reply,) = self._done(lambda: self._listed().run([command]))
+        with self._used():
+            (reply,) = self._listed().run([command])
         return reply if isinstance(reply, bytes) else b""
 
     def records(self, entries: Iterable[Entry]) -> Iterator[tuple[Entry, memoryview | None]]:
@@ -71,9 +75,7 @@ class RedisCatalogue(Catalogue):
         left = iter(entries)
         while batch := list(itertools.islice(left, _AT_ONCE)):
             names = [_name(entry) for entry in batch]
-            for entry, value in zip(batch, self._values.load(names, max_bytes=MAX_RECORD_BYTES), strict=True):
-                self._raise_failures()
-                yield entry, value
+            yield from zip(batch, self._values.load(names, max_bytes=MAX_RECORD_BYTES), strict=True)
 
     def _record(self, entry: Entry) -> memoryview | None:
         ((_, value),) = self.records([entry])
@@ -81,20 +83,13 @@ class RedisCatalogue(Catalogue):
 
     def remove(self, entries: Sequence[Entry]) -> int:
         """Remove these values."""
-        self._done(lambda: self._values.remove([_name(entry) for entry in entries]))
+        self._values.remove([_name(entry) for entry in entries])
         return len(entries)
 
-    def purge(self, tenant: bytes) -> int:
-        """Remove every record of a tenant, also in the formats of earlier versions."""
-        return self._done(lambda: self._values.purge(tenant.hex()))
-
-    def purge_all(self) -> int:
-        """Remove every record, also in the formats of earlier versions."""
-        return self._done(lambda: self._values.purge(""))
-
-    def purge_outdated(self) -> int:
-        """Remove what earlier versions left: their values, and the ledger that counted them."""
-        return self._done(lambda: self._listed().purge("", outdated=True))
+    def purge(self, tenant: bytes | None) -> int:
+        """Remove every record of a tenant, or of all."""
+        with self._used():
+            return self._values.purge("" if tenant is None else tenant.hex())
 
     def tier(self, records: RecordFormat, *, capacity_bytes: int | None) -> RedisTier:
         """A Redis tier on this server."""
@@ -118,8 +113,7 @@ class RedisCatalogue(Catalogue):
     def check_writable(self) -> None:
         """Write a value that ends at once: a replica, or a server that is full, refuses it."""
         if isinstance(self._values, RedisValues):
-            values, command = self._values, ("SET", f"{PREFIX}:probe", "", "PX", 1)
-            self._done(lambda: values.change([command]))
+            self._values.change([("SET", f"{PREFIX}:probe", "", "PX", 1)])
 
     def close(self) -> None:
         """Close the connections."""
@@ -131,34 +125,23 @@ class RedisCatalogue(Catalogue):
             raise PlaceError(f"{self.place} does not tell what it holds; it can be purged, and imported into")
         return self._values
 
-    def _done(self, work: Callable[[], T]) -> T:
+    @contextmanager
+    def _used(self) -> Iterator[None]:
+        """In this ``with`` block, what the server fails with is a PlaceError."""
         try:
-            done = work()
+            yield
         except UnavailableError as error:
-            raise self._failed(error) from error
-        self._raise_failures()
-        return done
+            self._report(error)
 
-    def _paged(self, pages: Iterator[T]) -> Iterator[T]:
-        try:
-            yield from pages
-        except UnavailableError as error:
-            raise self._failed(error) from error
-
-    def _raise_failures(self) -> None:
-        last = self._failures[-1:]  # several heads are read at once
-        self._failures.clear()
-        for error in last:
-            raise self._failed(error)
-
-    def _failed(self, error: UnavailableError) -> PlaceError:
+    def _report(self, error: UnavailableError) -> NoReturn:
+        """Raise what a tier would only count."""
         cause = error.cause or "it did not answer before"
         remedy = (
             "look at its rights and limits"
             if isinstance(cause, RefusedError)
             else "check that it runs, and user, password and database"
         )
-        return PlaceError(f"{self.place} cannot be used ({cause}); {remedy}")
+        raise PlaceError(f"{self._values.place} cannot be used ({cause}); {remedy}") from error
 
 
 def _name(entry: Entry) -> str:

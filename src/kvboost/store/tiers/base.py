@@ -1,6 +1,6 @@
 """What the tiers of records have in common: one namespace over shared connections, counters, health.
 
-Subclassed by the disk, Redis and object tiers. Invariants: tiers of several namespaces share limits, connections and
+Subclassed by the disk and Redis tiers. Invariants: tiers of several namespaces share limits, connections and
 health, and nothing else; only records that passed their checks are handed out; two threads never write one record.
 """
 
@@ -36,7 +36,7 @@ R = TypeVar("R")
 
 
 class Backend(ABC):
-    """What the tiers of all namespaces of one directory, server or bucket share. Thread-safe."""
+    """What the tiers of all namespaces of one directory or server share. Thread-safe."""
 
     def __init__(self, tier: str, *, place: str, wanted_bytes: int | None, default_bytes: int) -> None:
         """``wanted_bytes`` is the limit that was asked for. It holds if the place has none yet."""
@@ -178,13 +178,9 @@ class RecordTier(ABC, Generic[B]):
         """Remove every block of this namespace."""
         self._forget(self._records.namespace.tenant, self._records.space)
 
-    def purge(self, tenant: bytes) -> None:
-        """Remove every block of a tenant, of whatever model or codec. ``tenant`` is the digest in its namespace."""
+    def purge(self, tenant: bytes | None) -> None:
+        """Remove every block of a tenant, by the digest in its namespace, or of all; of whatever model or codec."""
         self._forget(tenant, None)
-
-    def purge_all(self) -> None:
-        """Remove every block in the place, of whatever tenant, model or codec."""
-        self._forget(None, None)
 
     @abstractmethod
     def _forget(self, tenant: bytes | None, space: bytes | None) -> None:

@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvboost.extend import EvictionPolicy
 from kvboost.store.counters import ContentKeys, Counters
 from kvboost.store.eviction import LeafFirstLRU
 from kvboost.store.record.header import info_of
@@ -135,7 +134,6 @@ class HostTier:
         *,
         page_bytes: int = 256 * 2**10,
         streams: Streams | None = None,
-        policy: EvictionPolicy | None = None,
     ) -> None:
         """``streams`` copy between the device and the pages, and allocate those; by default as the CPU does.
 
@@ -144,7 +142,7 @@ class HostTier:
         self._capacity = capacity_bytes
         self._streams = streams if streams is not None else BlockingStreams()
         self._pool = PagePool(capacity_bytes, page_bytes=page_bytes, allocate=self._streams.host_memory)
-        self._policy = policy if policy is not None else LeafFirstLRU()
+        self._policy = LeafFirstLRU()
         self._lock = threading.Lock()
         self._records: dict[bytes, _Record] = {}
         self._copying: set[bytes] = set()  # capacity is reserved, the tensors are being copied

@@ -65,8 +65,6 @@ def parse_mooncake(url: str) -> MooncakeURL:
         host, port, parts = None, 0, urlsplit("")
     given = (option.partition("=") for option in parts.query.split("&"))
     options = {name: unquote(value) for name, _, value in given if name}
-    if "ledger" in options:
-        raise ConfigError("a Mooncake Store needs no ledger any more: its master evicts; leave ledger= out of the URL")
     if not host or not set(options) <= _OPTIONS:
         raise ConfigError(
             "this is no URL of a Mooncake Store; give mooncake://MASTER:PORT, and if needed ?segment=SIZE (memory that "
@@ -204,9 +202,9 @@ class MooncakeValues:
         self._ask(self._writing, lambda store: store.batch_remove(list(names), True), seconds=seconds)
 
     def purge(self, owner: str) -> int:
-        """Have the master remove all of an owner, of earlier versions too. Raises UnavailableError."""
-        own = rf"{re.escape(self._prefix)}(:2|-mooncake):\{{?{owner}"  # earlier versions had a brace there
-        removed = self._ask(self._writing, lambda store: int(store.remove_by_regex(f"^{own}.*", True)), seconds=_ALL_S)
+        """Have the master remove all names that begin with an owner, or all. Raises UnavailableError."""
+        own = f"^{re.escape(self._prefix)}:2:{owner}.*"
+        removed = self._ask(self._writing, lambda store: int(store.remove_by_regex(own, True)), seconds=_ALL_S)
         if removed is None or removed < 0:
             raise UnavailableError(ConnectionError(f"the master did not remove it: {removed}"))
         return removed

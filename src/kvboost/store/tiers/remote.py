@@ -181,7 +181,7 @@ class Breaker:
             self._delay = min(2 * self._delay, _MAX_DELAY_S)
             try:
                 is_healthy = self._probe()
-            except BaseException:  # noqa: BLE001 - whatever it is (a panic of obstore too), it is probed again
+            except BaseException:  # noqa: BLE001 - whatever it is, it is probed again
                 is_healthy = False
             if is_healthy:
                 with self._lock:

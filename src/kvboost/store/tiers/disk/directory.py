@@ -8,7 +8,6 @@ age. The index must lie on a local file system, as SQLite's log needs shared mem
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shlex
 import sqlite3
@@ -26,7 +25,7 @@ from kvboost.store.record.format import RecordFormat, inspect, space_of
 from kvboost.store.record.header import PAGE, aligned, header_length, info_of
 from kvboost.store.tiers.base import Backend, Place
 from kvboost.store.tiers.disk.database import NOBODY, IndexUnavailableError, is_damaged
-from kvboost.store.tiers.disk.files import Files, Layout, Presence, read_capacity, write_capacity
+from kvboost.store.tiers.disk.files import Files, Layout, Presence, locked, read_capacity, write_capacity
 from kvboost.store.tiers.disk.index import ChunkIndex, Limits, NewEntry
 from kvboost.types import BlockInfo, Namespace
 
@@ -228,21 +227,13 @@ def index_lock(layout: Layout, *, timeout_s: float) -> Iterator[None]:
     descriptor = os.open(layout.index_lock, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         deadline = time.monotonic() + timeout_s
-        while not _locked(descriptor):
+        while not locked(descriptor):
             if time.monotonic() > deadline:
                 raise IndexUnavailableError("another process is opening or rebuilding the index")
             time.sleep(0.01)
         yield
     finally:
         os.close(descriptor)
-
-
-def _locked(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def reconcile(index: ChunkIndex, layout: Layout, files: Files) -> None:

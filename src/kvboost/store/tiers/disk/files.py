@@ -7,16 +7,16 @@ fail. Invariant: under a record's name there is a whole record or nothing; a pro
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvboost.direct_io import DIRECT, PAGE, page_aligned, up_to_page
+from kvboost.direct_io import DirectFile, page_aligned, up_to_page
 from kvboost.store.tiers.base import Place
 
 _MAX_PARTS = 512  # of one writev; the system allows 1,024
@@ -29,7 +29,7 @@ class Files:
     """The system calls of the disk tier."""
 
     def __init__(self, *, direct: bool = True) -> None:
-        self.direct = direct and bool(DIRECT)
+        self.direct = direct
         """Whether reads go past the page cache; turned off where the file system refuses."""
 
     def write(self, path: Path, parts: Sequence[memoryview]) -> None:
@@ -49,15 +49,14 @@ class Files:
     def read(self, path: Path, *, max_bytes: int) -> memoryview | None:
         """The bytes of a file, beginning at a page; None if there is none. Of too many, ``max_bytes`` and one more."""
         try:
-            descriptor = self._open(path)
+            with DirectFile(path, direct=self.direct, flags=os.O_NOFOLLOW) as file:
+                size = min(file.size, max_bytes + 1)
+                buffer = page_aligned(up_to_page(size))
+                done = self._read(file, buffer)
+                self.direct &= file.direct
         except FileNotFoundError:
             return None
-        try:
-            size = min(os.fstat(descriptor).st_size, max_bytes + 1)
-            buffer = page_aligned(up_to_page(size))
-            return buffer[: self._fill(path, descriptor, buffer, size)]
-        finally:
-            os.close(descriptor)
+        return buffer[: min(done, size)]
 
     def head(self, path: Path, length: int) -> bytes:
         """The first ``length`` bytes of a file, or all if it is shorter."""
@@ -95,47 +94,13 @@ class Files:
         """Remove a file, if it is there."""
         path.unlink(missing_ok=True)
 
-    def _open(self, path: Path) -> int:
-        flags = os.O_RDONLY | os.O_NOFOLLOW
-        if self.direct:
-            try:
-                return os.open(path, flags | DIRECT)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                self.direct = False
-        return os.open(path, flags)
-
-    def _fill(self, path: Path, descriptor: int, buffer: memoryview, size: int) -> int:
-        """Read until ``size`` bytes or the end; how many there were."""
-        done = 0
-        while done < size:
-            try:
-                count = self._preadv(descriptor, buffer[done:], done)
-            except OSError as error:
-                if error.errno != errno.EINVAL or not self.direct:
-                    raise
-                self.direct = False  # some file systems say so only here
-                return self._refill(path, buffer, size)
-            done += count
-            if not count or count % PAGE:  # the end; a direct read from the middle of a page is not allowed
-                break
-        return min(done, size)
-
-    def _refill(self, path: Path, buffer: memoryview, size: int) -> int:
-        descriptor = self._open(path)
-        try:
-            return self._fill(path, descriptor, buffer, size)
-        finally:
-            os.close(descriptor)
-
     # What can fail. Tests override these.
 
     def _writev(self, descriptor: int, parts: Sequence[memoryview]) -> int:
         return os.writev(descriptor, parts)
 
-    def _preadv(self, descriptor: int, buffer: memoryview, offset: int) -> int:
-        return os.preadv(descriptor, [buffer], offset)
+    def _read(self, file: DirectFile, buffer: memoryview) -> int:
+        return file.read(buffer, 0)
 
     def _rename(self, source: Path, target: Path) -> None:
         os.rename(source, target)
@@ -211,39 +176,29 @@ class Presence:
 
     def is_alive(self, writer: str) -> bool:
         """Whether that writer's process is still there."""
-        if writer == self.writer:
-            return True
-        try:
-            descriptor = os.open(self._lock_path(writer), os.O_RDWR)
-        except FileNotFoundError:
-            return False
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(descriptor)
-        return False
+        with self._gone(writer) as gone:
+            return not gone
 
     def reap(self) -> None:
         """Remove what dead writers left in ``tmp/``."""
         names = os.listdir(self._tmp)
         for writer in {name.partition(".")[0] for name in names} - {self.writer}:
-            try:
-                descriptor = os.open(self._lock_path(writer), os.O_RDWR)
-            except FileNotFoundError:
-                descriptor = -1  # its files came after its lock, so this one is not just being born
-            try:
-                if descriptor >= 0:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for name in sorted(names):  # the lock last, and while it is held: see __init__
+            with self._gone(writer) as gone:
+                for name in sorted(names) if gone else ():  # the lock last, and while it is held: see __init__
                     if name.startswith(writer + "."):
                         (self._tmp / name).unlink(missing_ok=True)
-            except BlockingIOError:
-                continue  # alive
-            finally:
-                if descriptor >= 0:
-                    os.close(descriptor)
+
+    @contextmanager
+    def _gone(self, writer: str) -> Iterator[bool]:
+        """Whether that writer's process is gone; in this ``with`` block nobody else finds that out."""
+        descriptor = -1
+        with suppress(FileNotFoundError):  # its files came after its lock, so it is not just being born
+            descriptor = os.open(self._lock_path(writer), os.O_RDWR)
+        try:
+            yield writer != self.writer and (descriptor < 0 or locked(descriptor))
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
 
     def close(self) -> None:
         """Say that this writer is gone."""
@@ -254,6 +209,15 @@ class Presence:
 
     def _lock_path(self, writer: str) -> Path:
         return self._tmp / f"{writer}.lock"
+
+
+def locked(descriptor: int) -> bool:
+    """Lock a file; False if somebody else has."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def read_capacity(layout: Layout) -> int | None:

@@ -166,21 +166,14 @@ class RedisValues:
         else:
             self.change(commands)
 
-    def purge(self, owner: str, *, outdated: bool = False) -> int:
-        """Remove all of an owner, or only what earlier versions left. Raises UnavailableError."""
+    def purge(self, owner: str) -> int:
+        """Remove all names that begin with an owner, or all; how many records. Raises UnavailableError."""
         removed = 0
-        for names in self._pages(*self._patterns(owner)):
-            gone = [name for name in names if not (outdated and _is_current(name))]
-            for reply in self.run([("UNLINK", name) for name in gone]):
+        for names in self._pages(f"{self._prefix}:{FORMAT}:{owner}*"):
+            for reply in self.run([("UNLINK", name) for name in names]):
                 must(reply)
-            removed += sum(b":content:" not in name for name in gone)
+            removed += sum(b":content:" not in name for name in names)
         return removed
-
-    def _patterns(self, owner: str) -> list[str]:
-        prefix = self._prefix
-        if owner:  # the ledger's format had the tenant elsewhere in its names, in a cluster after a brace
-            return [f"{prefix}:*{owner}:*", f"{{{prefix}}}:*{owner}:*"]
-        return [f"{prefix}:*", f"{{{prefix}}}:*", f"{prefix}-mooncake:*"]
 
     # Listing
 
@@ -189,8 +182,8 @@ class RedisValues:
         for names in self._pages(f"{self._prefix}:{FORMAT}:*"):
             yield [name for name in names if b":content:" not in name]
 
-    def _pages(self, *patterns: str) -> Iterator[list[bytes]]:
-        found = chain.from_iterable(self._connected().scan_iter(pattern, count=_PAGE) for pattern in patterns)
+    def _pages(self, pattern: str) -> Iterator[list[bytes]]:
+        found = iter(self._connected().scan_iter(pattern, count=_PAGE))
         while names := self._guard.done(lambda: list(islice(found, _PAGE)), seconds=_SCAN_S):
             yield names
 
@@ -283,12 +276,6 @@ class RedisValues:
 
 def _value(reply: Any) -> memoryview | None:
     return memoryview(reply) if isinstance(reply, bytes) else None
-
-
-def _is_current(name: bytes) -> bool:
-    """Whether a name is of this format or a later one. The ledger's formats had none in their names."""
-    number = name.split(b":")[1]
-    return len(number) < 4 and number.isdigit() and int(number) >= int(FORMAT)
 
 
 def must(reply: Any) -> Any:

@@ -1,9 +1,10 @@
 """Receives KV events of one publisher, ours or vLLM's, and knows whether any is missing.
 
-Used by whoever keeps a picture of what a server holds. Invariants: batches are handed over in the order of their
-numbers, each once; where one is missing for good, ``on_lost`` is called before the next is handed over, and the picture
-must be dropped. A publisher that was started anew counts from 0 again and does not say so: after every connection the
-last batch is asked for again, and if it is another one now, everything is lost.
+To be copied by whoever keeps a picture of what a server holds, as a router does (``docs/fleet.md``). Invariants:
+batches are handed over in the order of their numbers, each once; where one is missing for good, ``on_lost`` is called
+before the next is handed over, and the picture must be dropped. A publisher that was started anew counts from 0 again
+and does not say so: after every connection the last batch is asked for again, and if it is another one now, everything
+is lost.
 """
 
 from __future__ import annotations

@@ -1,0 +1,117 @@
+"""Scores: how probable texts are after a context, with the context's KV reused and stored.
+
+Called by :class:`kvboost.KVBoost`. The context is prefilled up to its last token; that token and each continuation are
+then run over one copy of its KV. Invariants: a score has the same bits warm and cold, alone and beside others, where
+prefills have; no approximate KV is ever used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
+
+from kvboost.core.costs import StageClock
+from kvboost.core.session import Session
+from kvboost.engine.parts import EngineParts
+from kvboost.engine.single import open_prefill
+from kvboost.errors import ConfigError
+from kvboost.hf.prompt import Prompt, PromptEncoder
+from kvboost.types import GenerationMode, ReuseReport, Score
+
+
+def score_many(
+    parts: EngineParts,
+    session: Session | None,
+    pairs: Sequence[tuple[Prompt, Sequence[Prompt]]],
+    *,
+    progress: bool,
+) -> list[list[Score]]:
+    """The scores of each pair's continuations, in their order."""
+    encoded = [_encoded(parts.encoder, *pair) for pair in pairs]
+    jobs = [(context, number) for number, contexts in enumerate(encoded) for context in contexts]
+    found: list[dict[int, Score]] = [{} for _ in pairs]
+    for context, number in tqdm(sorted(jobs), unit="context", desc="scoring", disable=not progress, delay=2):
+        places = encoded[number][context]
+        # Plain Transformers reads a context and what follows it at once: with the frequencies of that length.
+        whole = [*context, *max(places.values(), key=len)]
+        usable, refusal = parts.generator.usable(session, whole, GenerationMode.PREFIX_CACHE)
+        if parts.layout is not None and parts.layout.indexed:
+            usable, refusal = None, "its sparse attention chooses other positions behind a cache"
+        scores = _score(parts, usable, list(context), list(places.values()), refusal=refusal)
+        found[number] |= dict(zip(places, scores, strict=True))
+    return [[of_pair[place] for place in range(len(of_pair))] for of_pair in found]
+
+
+def _encoded(
+    encoder: PromptEncoder, context: Prompt, continuations: Sequence[Prompt]
+) -> dict[tuple[int, ...], dict[int, list[int]]]:
+    """By the tokens of the context the continuations with their places: texts may end it at different tokens."""
+    if isinstance(continuations, str):
+        raise ConfigError("continuations is a list of texts; give [text] for a single one")
+    found: dict[tuple[int, ...], dict[int, list[int]]] = {}
+    for place, continuation in enumerate(continuations):
+        if not len(context):
+            raise ConfigError("a score needs a context of at least one token; begin with the tokenizer's bos_token")
+        before, tokens = encode_pair(encoder, context, continuation) if len(continuation) else ([0], [])
+        if not before or not tokens:
+            raise ConfigError(f"continuation {place} has no tokens of its own after the context; leave it out")
+        found.setdefault(tuple(before), {})[place] = tokens
+    return found
+
+
+def encode_pair(encoder: PromptEncoder, context: Prompt, continuation: Prompt) -> tuple[list[int], list[int]]:
+    """The tokens of a context and of what follows it, cut where lm-eval cuts them: texts are encoded as one."""
+    if not isinstance(context, str) or not isinstance(continuation, str):
+        return encoder.encode(context), encoder.encode_part(continuation)
+    spaces = len(context) - len(context.rstrip())
+    if spaces:
+        continuation, context = context[-spaces:] + continuation, context[:-spaces]
+    before, whole = encoder.encode(context), encoder.encode(context + continuation)
+    return before, whole[len(before) :]
+
+
+def _score(
+    parts: EngineParts,
+    session: Session | None,
+    context: list[int],
+    continuations: Sequence[list[int]],
+    *,
+    refusal: str | None,
+) -> list[Score]:
+    """The score of each continuation. Without a session nothing is reused, for the reason ``refusal``."""
+    clock = StageClock()
+    # Those that differ in their last token only, as single tokens do, are read once.
+    wanted: dict[tuple[int, ...], list[int]] = {}
+    for number, following in enumerate(continuations):
+        wanted.setdefault((context[-1], *following[:-1]), []).append(number)
+    read = list(wanted)
+    found: list[list[tuple[float, bool]]] = [[] for _ in continuations]
+
+    def take(index: int, start: int, logprobs: torch.Tensor) -> None:
+        best = logprobs.argmax(dim=-1)
+        for number in wanted[read[index]]:
+            ids = torch.tensor(continuations[number][start : start + len(logprobs)], device=logprobs.device)
+            each = logprobs.gather(1, ids[:, None])[:, 0].tolist()
+            found[number] += zip(each, (best == ids).tolist(), strict=True)
+
+    if session is None:
+        for index, tokens in enumerate(read):
+            logits = parts.runner.last_logits([*context[:-1], *tokens], None, keep=len(tokens))
+            take(index, 0, logits.float().log_softmax(dim=-1))
+        report = ReuseReport(0, 0, 0, len(context), bitwise=True, timings_ms=clock.stages(), reason=refusal)
+    else:
+        last, longest = len(context) - 1, max(map(len, read), default=0)
+        session.budget.check(len(context) + longest, why="scores read all of it at once")
+        with open_prefill(session, context, boundaries=(), clock=clock, new_tokens=longest) as state:
+            session.prefiller.advance(state, to=last)
+            session.prefiller.commit(state)
+            for part in parts.scorer.score(read, state.cache):
+                take(part.sequence, part.start, part.logprobs)
+            clock.lap("score")
+            report = state.report()
+    return [
+        Score(tuple(tokens), tuple(logprob for logprob, _ in each), all(greedy for _, greedy in each), report)
+        for tokens, each in zip(continuations, found, strict=True)
+    ]

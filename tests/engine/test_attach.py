@@ -1,0 +1,292 @@
+"""``kvboost.attach``: the same call gives the same answer, and what was read before is not read again."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+import kvboost
+from kvboost import Attached, ConfigError, KVBoost
+from kvboost.types import GenerationMode
+
+Tiny = Callable[..., Any]
+_GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def text(seed: int, tokens: int) -> list[int]:
+    return torch.randint(3, 97, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def padded(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+    """As a tokenizer with ``padding_side="left"`` gives them."""
+    longest = max(map(len, rows))
+    ids = [[0] * (longest - len(row)) + row for row in rows]
+    mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+
+
+@pytest.fixture
+def model(tiny: Tiny) -> Any:
+    return tiny("llama")
+
+
+@pytest.fixture
+def attached(model: Any) -> Iterator[Attached]:
+    with kvboost.attach(model, chunk_size=16) as found:
+        yield found
+
+
+def reused(engine: KVBoost) -> int:
+    return int(engine.cache_stats()["cache_hits"])
+
+
+KNOWN = text(1, 80)
+PROMPT = KNOWN + text(2, 12)
+ROWS = [KNOWN + text(3, 5), KNOWN + text(4, 30), text(5, 20), KNOWN + text(3, 5)]
+
+
+class _Last(StoppingCriteria):  # type: ignore[misc]
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= 95, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"inputs": torch.tensor([PROMPT])},
+        {"input_ids": torch.tensor([PROMPT]), "attention_mask": torch.ones(1, len(PROMPT))},
+        {"inputs": torch.tensor([PROMPT]), "max_new_tokens": None, "max_length": 97},
+        {"inputs": torch.tensor([PROMPT]), "max_new_tokens": None},
+        {
+            "inputs": torch.tensor([PROMPT]),
+            "max_new_tokens": None,
+            "generation_config": GenerationConfig(max_length=96),
+        },
+        {"inputs": torch.tensor([PROMPT]), "max_length": 110, "generation_config": GenerationConfig(max_new_tokens=5)},
+        {"inputs": torch.tensor([PROMPT]), "num_beams": 3, "num_return_sequences": 2},
+        {"inputs": torch.tensor([PROMPT]), "do_sample": True, "num_return_sequences": 3},
+        {"inputs": torch.tensor([PROMPT]), "do_sample": True, "temperature": 0.7, "top_k": 5},
+        {"inputs": torch.tensor([PROMPT]), "stopping_criteria": StoppingCriteriaList([_Last()])},
+        {"inputs": torch.tensor([PROMPT]), "prompt_lookup_num_tokens": 3},
+        {"inputs": torch.tensor([PROMPT]), "repetition_penalty": 1.3, "use_cache": True},
+        padded(ROWS),
+        {**padded(ROWS), "num_beams": 2},
+        {**padded(ROWS), "num_return_sequences": 2, "do_sample": True},
+        padded([KNOWN[:40], KNOWN[:1]]),
+        {"inputs": torch.tensor([ROWS[0], ROWS[3]])},
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default:UserWarning")  # with plain Transformers too
+def test_a_warm_call_gives_what_the_model_alone_gives(model: Any, arguments: dict[str, Any]) -> None:
+    arguments = {**_GREEDY, **arguments}
+
+    def ask() -> torch.Tensor:
+        torch.manual_seed(0)
+        found: torch.Tensor = model.generate(**arguments)
+        return found
+
+    plain = ask()
+    with kvboost.attach(model, chunk_size=16) as attached:
+        cold = ask()
+        warm = ask()
+        assert reused(attached.engine) > 0
+    for found in (cold, warm):
+        assert type(found) is type(plain)
+        assert found.tolist() == plain.tolist()
+    assert ask().tolist() == plain.tolist()
+
+
+def test_only_what_is_new_is_read(attached: Attached, model: Any) -> None:
+    read: list[int] = []
+    hook = model.get_decoder().register_forward_pre_hook(
+        lambda module, args, kwargs: read.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    try:
+        model.generate(torch.tensor([PROMPT]), **(_GREEDY | {"max_new_tokens": 1}))
+        assert sum(read) == len(PROMPT)
+        read.clear()
+        model.generate(torch.tensor([PROMPT + text(9, 3)]), **(_GREEDY | {"max_new_tokens": 1}))
+        assert sum(read) == 3
+        read.clear()
+        model.generate(**padded([PROMPT + text(10, 20)] * 4), **(_GREEDY | {"max_new_tokens": 1}))
+        assert sum(read) == 19 + 4  # a group of equal prompts is read once, but for the last token of each
+    finally:
+        hook.remove()
+
+
+def test_the_output_object_is_transformers_own(attached: Attached, model: Any) -> None:
+    for given in ({"inputs": torch.tensor([PROMPT])}, padded(ROWS)):
+        found = model.generate(**given, **_GREEDY, return_dict_in_generate=True, output_scores=True)
+        assert found.sequences.shape[0] == found.scores[0].shape[0]
+        assert len(found.scores) == 8
+        assert found.past_key_values.get_seq_length() == found.sequences.shape[1] - 1
+
+
+def test_a_streamer_gets_the_prompt_and_every_token(attached: Attached, model: Any) -> None:
+    class Streamer:
+        def __init__(self) -> None:
+            self.got: list[int] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.got += value.flatten().tolist()
+
+        def end(self) -> None:
+            self.got.append(-1)
+
+    for _ in range(2):
+        streamer = Streamer()
+        found = model.generate(torch.tensor([PROMPT]), **_GREEDY, streamer=streamer)
+        assert streamer.got == [*found[0].tolist(), -1]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda given, model: {"inputs_embeds": model.get_input_embeddings()(given["input_ids"])}, "one tensor"),
+        (lambda given, model: {**given, "past_key_values": model(given["input_ids"][:, :5]).past_key_values}, "engine"),
+        (lambda given, model: {**given, "use_cache": False}, "use_cache"),
+        (lambda given, model: {**given, "generation_config": GenerationConfig(output_hidden_states=True)}, "hidden"),
+        (lambda given, model: {**given, "prompt_lookup_num_tokens": 3, "do_sample": True, "top_k": 1}, "random"),
+        (lambda given, model: {**padded(ROWS[:2]), "custom_generate": _own_loop}, "custom_generate"),
+        (lambda given, model: {**given, "attention_mask": torch.tensor([[1] * 90 + [0, 1]])}, "hides more"),
+        (lambda given, model: {**given, "max_length": 92, "max_new_tokens": None}, None),
+        (lambda given, model: {"input_ids": torch.tensor([[0, 5, 6]])}, "padding"),
+    ],
+)
+def test_what_cannot_be_reused_is_passed_on_untouched(
+    model: Any,
+    change: Callable[[dict[str, Any], Any], dict[str, Any]],
+    reason: str | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    given = {"input_ids": torch.tensor([PROMPT])}
+
+    def ask() -> list[Any] | str:
+        try:
+            found: list[Any] = model.generate(**{**_GREEDY, **change(given, model)}).tolist()
+            return found
+        except ValueError as error:
+            return str(error)
+
+    plain = ask()
+    with kvboost.attach(model, chunk_size=16) as attached, caplog.at_level(logging.INFO, "kvboost"):
+        assert ask() == plain
+        assert ask() == plain
+        assert reused(attached.engine) == 0
+    said = [record.getMessage() for record in caplog.records if "without reuse" in record.getMessage()]
+    assert len(said) == 1
+    assert reason is None or reason in said[0]
+
+
+def _own_loop(model: Any, input_ids: torch.Tensor, **given: Any) -> torch.Tensor:
+    """Decoding of the caller's: reads the prompt as it likes."""
+    return torch.cat([input_ids, model(input_ids).logits[:, -1:].argmax(dim=-1)], dim=1)
+
+
+def test_the_models_own_configuration_counts(model: Any) -> None:
+    before = copy.deepcopy(model.generation_config)
+    try:
+        for change in ({"use_cache": False}, {"max_new_tokens": 5}):
+            changed = GenerationConfig(**{**before.to_dict(), **change})
+            given = {**padded(ROWS[:2]), **_GREEDY, "max_length": 120}
+            del given["max_new_tokens"]
+            alone = {"inputs": given["input_ids"][1:], "do_sample": False, "max_length": 120}
+            model.generation_config = changed
+            plain = model.generate(**given).tolist(), model.generate(**alone).tolist()
+            model.generation_config = before
+            with kvboost.attach(model, chunk_size=16):
+                model.generation_config = changed
+                for _ in range(2):
+                    assert (model.generate(**given).tolist(), model.generate(**alone).tolist()) == plain
+                model.generation_config = before
+    finally:
+        model.generation_config = before
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_:FutureWarning")
+def test_gradient_checkpointing_and_prompt_tuning_are_passed_on(attached: Attached, tiny: Tiny) -> None:
+    model = copy.deepcopy(attached.engine.model)
+    with kvboost.attach(model, chunk_size=16) as own:
+        model.train()
+        model.gradient_checkpointing_enable()
+        assert model.generate(**padded(ROWS[:2]), **_GREEDY).shape == (2, len(ROWS[1]) + 8)
+        model.gradient_checkpointing_disable()
+        model.eval()
+        prepare = model.prepare_inputs_for_generation
+        model.prepare_inputs_for_generation = lambda *args, **given: prepare(*args, **given)
+        model.generate(torch.tensor([PROMPT]), **_GREEDY)
+        assert own.engine.cache_stats()["hot_chunks"] == 0
+
+
+def test_a_wrapper_put_over_it_stays(model: Any) -> None:
+    attached = kvboost.attach(model)
+    ours = model.generate
+    model.generate = wrapper = lambda *args, **given: ours(*args, **given)
+    with pytest.raises(ConfigError, match="attached already"):
+        kvboost.attach(model)
+    attached.detach()
+    assert vars(model).pop("generate") is wrapper
+
+
+def test_weights_that_change_invalidate_by_themselves(model: Any) -> None:
+    model = copy.deepcopy(model)  # others are given the same one
+    with kvboost.attach(model, chunk_size=16) as attached:
+        model.generate(torch.tensor([PROMPT]), **_GREEDY)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.01)
+        fresh = copy.deepcopy(model)
+        assert model.generate(torch.tensor([PROMPT]), **_GREEDY).tolist() == (
+            fresh.generate(torch.tensor([PROMPT]), **_GREEDY).tolist()
+        )
+        assert reused(attached.engine) == 0
+
+
+def test_a_copy_of_the_model_has_its_own_generate(attached: Attached, model: Any) -> None:
+    copied = copy.deepcopy(model)
+    model.generate(torch.tensor([PROMPT]), **_GREEDY)
+    before = attached.engine.cache_stats()["cache_hits"]
+    copied.generate(torch.tensor([PROMPT]), **_GREEDY)
+    assert attached.engine.cache_stats()["cache_hits"] == before
+
+
+def test_the_engine_beside_it_asks_the_model_itself(attached: Attached, model: Any) -> None:
+    """Without reuse it must not come back to the attached ``generate``."""
+    engine = model.kvboost
+    answer = engine.generate(PROMPT, mode=GenerationMode.BASELINE, **_GREEDY)
+    assert answer.reuse.exact_tokens == 0
+    assert engine.cache_stats()["hot_chunks"] == 0
+    assert engine.generate(PROMPT, **_GREEDY).token_ids == answer.token_ids
+
+
+def test_the_model_gets_its_generate_back(model: Any) -> None:
+    own = inspect.signature(model.generate)
+    attached = kvboost.attach(model)
+    assert inspect.signature(model.generate) == own
+    with pytest.raises(ConfigError, match="attached already"):
+        kvboost.attach(model)
+    with pytest.raises(ConfigError, match="from_pretrained"):
+        kvboost.attach("some/model")
+    attached.detach()
+    attached.detach()
+    assert "generate" not in vars(model)
+    assert not hasattr(model, "kvboost")
+    with kvboost.attach(model):
+        pass
+    assert "generate" not in vars(model)
+
+
+def test_sliding_windows_and_sparse_attention_in_a_padded_batch(tiny: Tiny) -> None:
+    for family in ("gemma3_text", "deepseek_v32"):
+        model = tiny(family)
+        plain = model.generate(**padded(ROWS[:3]), **_GREEDY)
+        with kvboost.attach(model, chunk_size=16):
+            for _ in range(2):
+                assert model.generate(**padded(ROWS[:3]), **_GREEDY).tolist() == plain.tolist()
