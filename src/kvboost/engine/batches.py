@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -41,65 +40,78 @@ class Batches:
         self._lock = threading.Lock()
         self._forwards: Forwards | None = None
 
-    def run(self, session: Session | None, requests: Sequence[Request], mode: GenerationMode) -> list[GenerationResult]:
-        """A result for each prompt. The requests have the same arguments."""
-        arguments = requests[0].arguments
-        if len(requests) > 1 and speculates(self._model, arguments):
+    def run(
+        self,
+        session: Session | None,
+        requests: Sequence[Request],
+        mode: GenerationMode,
+        *,
+        done: Callable[[], Any] = lambda: None,
+    ) -> list[GenerationResult]:
+        """A result for each prompt. ``done`` is called after each, in whatever order they end."""
+        if len(requests) > 1 and any(speculates(self._model, request.arguments) for request in requests):
             raise ConfigError(
                 "a draft proposes for one prompt at a time; leave it out of the batch (prompt_lookup_num_tokens=None "
                 "if the model's generation_config enables it), or use generate()"
             )
-        if (allowed := arguments.get("prefix_allowed_tokens_fn")) is not None:
-            requests = [_with_number(request, allowed, number) for number, request in enumerate(requests)]
-        usable, _ = self._generator.usable(session, [], mode, requests[0])
         found: dict[int, GenerationResult] = {}
-        if usable is not None:
-            found = self._together(usable, requests, approx=mode is GenerationMode.CHUNK_KV_REUSE)
+        if session is not None:
+            joint = {
+                number: request
+                for number, request in enumerate(requests)
+                if self._generator.usable(session, request.tokens, mode, request)[0] and _fits(session, request)
+            }
+            found = self._together(session, joint, approx=mode is GenerationMode.CHUNK_KV_REUSE, done=done)
         for number, request in enumerate(requests):
             if number not in found:
                 found[number] = self._generator.run(session, request, mode, StageClock())
+                done()
         return [found[number] for number in range(len(requests))]
 
-    def _together(self, session: Session, requests: Sequence[Request], *, approx: bool) -> dict[int, GenerationResult]:
+    def _together(
+        self, session: Session, requests: dict[int, Request], *, approx: bool, done: Callable[[], Any]
+    ) -> dict[int, GenerationResult]:
         """The results of those requests that can run together, by number.
 
-        None of them can with arguments that want Transformers' own loop, such as beams.
+        None with arguments that want Transformers' own loop, such as beams.
         """
-        kv_bytes = session.budget.limit or session.budget.jobs_bytes
-        joint = {number: request for number, request in enumerate(requests) if _fits(session, request, kv_bytes)}
-        if len(joint) < 2:
+        if len(requests) < 2:
             return {}
         drawn = drawings(
             self._model,
-            [request.tokens for request in joint.values()],
-            [request.arguments for request in joint.values()],
+            [request.tokens for request in requests.values()],
+            [request.arguments for request in requests.values()],
             tokenizer=self._tokenizer,
         )
-        if drawn is None:
+        joint = [
+            (number, request, drawing)
+            for (number, request), drawing in zip(requests.items(), drawn, strict=True)
+            if drawing is not None
+        ]
+        if len(joint) < 2:
             return {}
-        ends = frozenset(end_token_ids(self._model, requests[0].arguments))
-        jobs = [self._job(session, *each, ends) for each in zip(joint.values(), drawn, strict=True)]
         finished: dict[RunningJob, Finished] = {}
-        for job in jobs:
-            job.ticket.listen(partial(_keep_last, finished, job))
+        jobs = {number: self._job(session, request, drawing) for number, request, drawing in joint}
+        for job in jobs.values():
+            job.ticket.listen(partial(_keep_last, finished, job, done))
         limits = Limits(
             max_running=_MAX_JOINT,
             max_waiting=len(jobs),
-            kv_bytes=kv_bytes,
+            kv_bytes=_kv_bytes(session),
             chunk_budget=sys.maxsize,  # nobody waits for a token: prompts are prefilled first
             max_step=session.prefiller.rule.max_tokens,
             max_wait_steps=sys.maxsize,
         )
         rules = LoopRules(approx=approx, raises=True)
         loop = JobLoop(self._parts, self._probed(), limits, bytes_for=session.budget.bytes_for, rules=rules)
-        loop.run(jobs)
-        return {number: self._result(job, finished[job]) for number, job in zip(joint, jobs, strict=True)}
+        loop.run(list(jobs.values()))
+        return {number: self._result(job, finished[job]) for number, job in jobs.items()}
 
-    def _job(self, session: Session, request: Request, drawing: Drawing, ends: frozenset[int]) -> RunningJob:
+    def _job(self, session: Session, request: Request, drawing: Drawing) -> RunningJob:
         job = Job(
             token_ids=tuple(request.tokens),
             max_new_tokens=request.max_new_tokens,
-            stop_token_ids=ends,
+            stop_token_ids=frozenset(end_token_ids(self._model, request.arguments)),
             drawing=drawing,
             tenant=session.tenant,
         )
@@ -133,22 +145,21 @@ class Batches:
         )
 
 
-def _fits(session: Session, request: Request, kv_bytes: int) -> bool:
+def _kv_bytes(session: Session) -> int:
+    """What requests that run together may hold."""
+    return session.budget.limit or session.budget.jobs_bytes
+
+
+def _fits(session: Session, request: Request) -> bool:
     limit = session.limits.exact_limit
     if limit is not None and request.total_tokens > limit:
         return False
-    return session.budget.bytes_for(request.total_tokens) <= kv_bytes
+    return session.budget.bytes_for(request.total_tokens) <= _kv_bytes(session)
 
 
-def _keep_last(finished: dict[RunningJob, Finished], job: RunningJob, event: NewToken | Finished) -> None:
+def _keep_last(
+    finished: dict[RunningJob, Finished], job: RunningJob, done: Callable[[], Any], event: NewToken | Finished
+) -> None:
     if isinstance(event, Finished):
         finished[job] = event
-
-
-def _with_number(request: Request, allowed: Callable[[int, Any], Any], number: int) -> Request:
-    """The request with its number among the prompts, which Transformers gives to ``prefix_allowed_tokens_fn``."""
-
-    def of_this_prompt(_: int, ids: Any) -> Any:
-        return allowed(number, ids)
-
-    return replace(request, arguments={**request.arguments, "prefix_allowed_tokens_fn": of_this_prompt})
+        done()

@@ -5,7 +5,7 @@ What belongs to one tenant's store and prompts is in :mod:`kvboost.engine.tenant
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from kvboost.config import parse_bytes
 from kvboost.core.costs import StageClock
 from kvboost.core.session import Session, nothing_to_fetch
 from kvboost.engine.assembly import checked_config, split_settings
+from kvboost.engine.mapping import Item, map_requests, requests_of
 from kvboost.engine.parts import EngineParts
 from kvboost.engine.score import score_many
 from kvboost.engine.single import Request, prefill_only, warm
@@ -267,13 +268,39 @@ class KVBoost(TenantView):
         """
         if isinstance(prompts, str):
             raise ConfigError("generate_batch() takes a list of prompts; give [text], or generate() for a single one")
-        if not prompts:
-            return []
-        encoded = [self.encode(prompt) for prompt in prompts]
         options = {**generate_kwargs, "max_new_tokens": max_new_tokens, "temperature": temperature}
-        request = self.parts.generator.request(max(encoded, key=len), options, adapter=adapter)
-        with self._running(adapter):
-            return self.parts.batches.run(self.session, [replace(request, tokens=tokens) for tokens in encoded], mode)
+        window = max(1, len(prompts))
+        return list(self.map(prompts, mode=mode, adapter=adapter, window=window, progress=False, **options))
+
+    def map(
+        self,
+        prompts: Iterable[Item],
+        *,
+        mode: GenerationMode = _REUSE,
+        adapter: AdapterName = AS_SET,
+        window: int = 256,
+        progress: bool = True,
+        **generate_kwargs: Any,
+    ) -> Iterator[GenerationResult]:
+        """Generate after any number of prompts, as :meth:`generate_batch` does. Results come in their order.
+
+        A prompt may be a chat, and a pair ``(prompt, {"max_new_tokens": 5})`` has arguments of its own. Of each
+        ``window`` of prompts those that begin alike run together, and what they share is computed once; a window's
+        results come when all of it is done. No more than a window is held, so ``prompts`` may be a generator.
+        """
+        if isinstance(prompts, str):
+            raise ConfigError("map() takes many prompts; give [text], or generate() for a single one")
+        if window < 1:
+            raise ConfigError(f"window={window} must be at least 1 prompt")
+        self._check_open()
+
+        def run(requests: list[Request], done: Callable[[], Any]) -> list[GenerationResult]:
+            with self._running(adapter):
+                return self.parts.batches.run(self.session, requests, mode, done=done)
+
+        requests = requests_of(self.parts, prompts, options=generate_kwargs, adapter=adapter)
+        total = len(prompts) if isinstance(prompts, Sized) else None
+        return map_requests(requests, run, window=window, total=total, progress=progress)
 
     # Scoring
 
@@ -312,30 +339,6 @@ class KVBoost(TenantView):
         with self._running(request.adapter):
             return self.parts.generator.run(self.session, request, mode, clock)
 
-    # Adapters and weights
-
-    def load_adapter(self, name: str, path_or_id: str, *, replace: bool = False, **load_kwargs: Any) -> str:
-        """Load a PEFT adapter from a folder or the hub; returns the digest of its tensors, part of its KV's keys.
-
-        It is not used until :meth:`set_adapter` or ``generate(adapter=name)`` selects it. ``replace`` overwrites a
-        loaded one; everything else goes to PEFT. Waits for running requests.
-        """
-        return self.parts.owned_adapters().load(name, path_or_id, replace=replace, **load_kwargs)
-
-    def set_adapter(self, name: str | None) -> None:
-        """Use this adapter for requests without ``adapter``; None is the base model. Waits for running requests."""
-        self.parts.owned_adapters().use(name)
-
-    def weights_changed(self) -> None:
-        """Invalidate cached digests after a change of weights that the engine cannot detect, and start trust again.
-
-        PEFT's ``hotswap_adapter`` and writes through ``.data`` leave no trace in a tensor. Merges are detected.
-        """
-        self.parts.owned_adapters().weights_changed()
-        if self.parts.runner.tiles is not None:
-            self.parts.runner.tiles.weights_changed()
-        self.allow_non_prefix_reuse()  # what checks have shown was of other weights
-
     # Measuring
 
     def calibrate(
@@ -371,15 +374,6 @@ class KVBoost(TenantView):
         if save_to is not None:
             result.save(save_to)
         return result
-
-    def allow_non_prefix_reuse(self) -> None:
-        """Reset the shadow checks' counts, and allow non-prefix reuse again if they had stopped it.
-
-        With ``quality="auto"`` it starts the trial again instead: answers are exact until non-prefix reuse has earned
-        its place anew, also if it had earned it, and what was kept in the cache directory is overwritten.
-        """
-        if self.session is not None:
-            self.session.prefiller.approx.trust_again()
 
     def _session_with_approx(self, otherwise: str) -> Session:
         """The session, or ConfigError without non-prefix reuse."""

@@ -1,4 +1,4 @@
-"""One tenant's view of an engine: how its prompts are made, what its store holds, how it is cleared and closed.
+"""One tenant's view of an engine: its prompts, its store, the model's adapters, and how it is cleared and closed.
 
 :class:`kvboost.KVBoost` is such a view, with the requests added. Invariants: no document's own text or tokens change;
 no view's keys occur in another's; there is one view for each tenant; closing the engine closes its views before what
@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 from kvboost.capacity import MemoryEstimate
 from kvboost.config import EngineConfig
@@ -201,6 +201,39 @@ class TenantView:
         measured. ``kvboost doctor`` estimates without loading the model. A draft and its KV come on top.
         """
         return estimate_engine(self.parts, self.session, context=context, batch=batch, stored_tokens=stored_tokens)
+
+    # Adapters and weights
+
+    def load_adapter(self, name: str, path_or_id: str, *, replace: bool = False, **load_kwargs: Any) -> str:
+        """Load a PEFT adapter from a folder or the hub; returns the digest of its tensors, part of its KV's keys.
+
+        It is not used until :meth:`set_adapter` or ``generate(adapter=name)`` selects it. ``replace`` overwrites a
+        loaded one; everything else goes to PEFT. Waits for running requests.
+        """
+        return self.parts.owned_adapters().load(name, path_or_id, replace=replace, **load_kwargs)
+
+    def set_adapter(self, name: str | None) -> None:
+        """Use this adapter for requests without ``adapter``; None is the base model. Waits for running requests."""
+        self.parts.owned_adapters().use(name)
+
+    def weights_changed(self) -> None:
+        """Invalidate cached digests after a change of weights that the engine cannot detect, and start trust again.
+
+        PEFT's ``hotswap_adapter`` and writes through ``.data`` leave no trace in a tensor. Merges are detected.
+        """
+        self.parts.owned_adapters().weights_changed()
+        if self.parts.runner.tiles is not None:
+            self.parts.runner.tiles.weights_changed()
+        self.allow_non_prefix_reuse()  # what checks have shown was of other weights
+
+    def allow_non_prefix_reuse(self) -> None:
+        """Reset the shadow checks' counts, and allow non-prefix reuse again if they had stopped it.
+
+        With ``quality="auto"`` it starts the trial again instead: answers are exact until non-prefix reuse has earned
+        its place anew, also if it had earned it, and what was kept in the cache directory is overwritten.
+        """
+        if self.session is not None:
+            self.session.prefiller.approx.trust_again()
 
     # Removing
 

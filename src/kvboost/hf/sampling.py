@@ -146,34 +146,41 @@ def logits_processors(
 
 def drawings(
     model: Any, prompts: Sequence[list[int]], arguments: Sequence[dict[str, Any]], *, tokenizer: Any
-) -> list[Drawing] | None:
-    """How to draw the next tokens of each prompt with its arguments, as ``generate`` does; None if that takes more.
+) -> list[Drawing | None]:
+    """How to draw the next tokens of each prompt with its arguments, as ``generate`` does; None where that takes more.
 
-    Arguments differ in ``prefix_allowed_tokens_fn`` only. Samples are seeded by torch's own generator.
+    Samples are seeded by torch's own generator.
     """
     own = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT wraps it
     if "generate" in vars(own) or getattr(type(own), "generate", None) is not GenerationMixin.generate:
-        return None
-    if any(arguments[0].get(name) is not None for name in _OWN_LOOP) or own.generation_config.stop_strings:
-        return None
-    criteria = StoppingCriteriaList()
-    if stops := stop_strings(arguments[0]):
-        tokenizer = arguments[0].get("tokenizer") or tokenizer
-        if tokenizer is None:
-            return None  # ``generate`` says what is missing
-        criteria.append(StopStringCriteria(tokenizer, stops))
-    config = copy.copy(arguments[0].get("generation_config"))
-    if config is not None:
-        config.stop_strings = None  # Transformers hands no tokenizer on to a loop that is not its own
-    found = []
+        return [None] * len(prompts)
+    stopping: dict[tuple[int, tuple[str, ...]], StopStringCriteria] = {}  # one reads the whole vocabulary
+
+    def stopped_by(given: dict[str, Any], stops: list[str]) -> list[StopStringCriteria] | None:
+        chosen = given.get("tokenizer") or tokenizer
+        if not stops or chosen is None:
+            return None if stops else []  # ``generate`` says that a tokenizer is missing
+        key = (id(chosen), tuple(stops))
+        if key not in stopping:
+            stopping[key] = StopStringCriteria(chosen, stops)
+        return [stopping[key]]
+
+    found: list[Drawing | None] = []
     for tokens, given in zip(prompts, arguments, strict=True):
+        criteria = stopped_by(given, stop_strings(given))
+        if criteria is None or own.generation_config.stop_strings or any(given.get(n) is not None for n in _OWN_LOOP):
+            found.append(None)
+            continue
+        config = copy.copy(given.get("generation_config"))
+        if config is not None:
+            config.stop_strings = None  # Transformers hands no tokenizer on to a loop that is not its own
         ids = torch.tensor([tokens], device=own.device)
         ours = {"use_cache": False, "custom_generate": _drawing, "generation_config": config}
         given = {name: value for name, value in given.items() if name not in ("stop_strings", "tokenizer")}
         drawing = own.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **with_padding(own, given) | ours)
-        if drawing is None:
-            return None
-        found.append(replace(drawing, criteria=StoppingCriteriaList([*criteria, *drawing.criteria])))
+        if drawing is not None:
+            drawing = replace(drawing, criteria=StoppingCriteriaList([*criteria, *drawing.criteria]))
+        found.append(drawing)
     return found
 
 

@@ -1,0 +1,106 @@
+"""``map``: any number of prompts, in windows, in their order; what they share is computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessorList
+
+from kvboost import ConfigError, KVBoost
+from tests.helpers.tokenizer import byte_tokenizer
+
+Tiny = Callable[..., Any]
+_TEXT = torch.randint(3, 97, (80,), generator=torch.Generator().manual_seed(7)).tolist()
+# Neighbours share nothing; every second one begins alike.
+_PROMPTS = [[*_TEXT[40 * (n % 2) : 40 * (n % 2) + 40], 3 + n] for n in range(9)]
+_WANTED: dict[str, Any] = {"max_new_tokens": 4, "temperature": 0}
+
+
+@pytest.mark.parametrize("window", [1, 4, 100])
+def test_results_come_in_the_order_of_the_prompts(window: int, tiny: Tiny) -> None:
+    with KVBoost(tiny("llama"), chunk_size=8) as engine:
+        alone = [engine.generate(prompt, **_WANTED).token_ids for prompt in _PROMPTS]
+        found = list(engine.map(iter(_PROMPTS), window=window, progress=False, **_WANTED))
+    assert [result.prompt_token_ids for result in found] == [tuple(prompt) for prompt in _PROMPTS]
+    assert [result.token_ids for result in found] == alone
+
+
+def test_what_prompts_share_is_computed_once_however_they_are_mixed(tiny: Tiny) -> None:
+    with KVBoost(tiny("llama"), chunk_size=8, chunking="fixed") as engine:
+        list(engine.map([[5], [6]], progress=False, max_new_tokens=1))  # the first window probes the model
+        computed: list[int] = []
+        hook = engine.model.get_input_embeddings().register_forward_hook(
+            lambda layer, ids, out: computed.append(ids[0].numel())
+        )
+        list(engine.map(_PROMPTS, progress=False, max_new_tokens=1, temperature=0))
+        hook.remove()
+    assert sum(computed) == 2 * 40 + len(_PROMPTS)
+
+
+def test_no_more_than_a_window_is_taken_from_the_prompts(tiny: Tiny) -> None:
+    taken: list[int] = []
+
+    def prompts() -> Iterator[list[int]]:
+        for number, prompt in enumerate(_PROMPTS):
+            taken.append(number)
+            yield prompt
+
+    with KVBoost(tiny("llama")) as engine:
+        results = engine.map(prompts(), window=3, progress=False, **_WANTED)
+        assert taken == []
+        next(results)
+        assert taken == [0, 1, 2]
+        for _ in range(3):
+            next(results)
+        assert taken == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_prompt_may_have_arguments_of_its_own(tiny: Tiny) -> None:
+    free = {"max_new_tokens": 9, "temperature": 0, "eos_token_id": None}
+    with KVBoost(tiny("llama", vocab_size=260), byte_tokenizer()) as engine:
+        longest = engine.generate(_TEXT, **free).token_ids
+        letters = engine.tokenizer("ab", add_special_tokens=False)["input_ids"]
+        alternating = {"prefix_allowed_tokens_fn": lambda _, ids: [letters[len(ids) % 2]]}
+        items: list[Any] = [
+            _TEXT,
+            (_TEXT, {"max_new_tokens": 2}),
+            (_TEXT, {"eos_token_id": longest[4]}),
+            (_TEXT, alternating),
+            (_TEXT, {**alternating, "stop_strings": "bab"}),
+            (_TEXT, {"logits_processor": LogitsProcessorList([lambda ids, scores: scores * -1])}),
+        ]
+        found = [result.token_ids for result in engine.map(items, progress=False, **free)]
+    assert found[0] == longest
+    assert found[1] == longest[:2]
+    assert found[2] == longest[: longest.index(longest[4]) + 1]
+    assert found[3] == (*letters * 4, letters[0])
+    assert found[4] == tuple(letters * 2)
+    assert found[5][0] != longest[0]
+
+
+def test_a_chat_is_a_prompt(tiny: Tiny) -> None:
+    messages = [{"role": "user", "content": "Hello there"}]
+    with KVBoost(tiny("llama", vocab_size=260), byte_tokenizer()) as engine:
+        (found,) = engine.map([messages], progress=False, **_WANTED)
+        assert found.prompt_token_ids == engine.chat(messages, **_WANTED).prompt_token_ids
+
+
+def test_a_prompt_that_cannot_be_used_is_named_and_what_came_before_its_window_is_kept(tiny: Tiny) -> None:
+    with KVBoost(tiny("llama")) as engine:
+        results = engine.map([*_PROMPTS[:3], []], window=2, progress=False, **_WANTED)
+        assert len([next(results), next(results)]) == 2
+        with pytest.raises(ConfigError, match="^prompt 3: "):
+            next(results)
+
+
+def test_wrong_calls_are_refused_at_once(tiny: Tiny) -> None:
+    with KVBoost(tiny("llama")) as engine:
+        with pytest.raises(ConfigError, match=r"map\(\) takes many prompts"):
+            engine.map("a text")
+        with pytest.raises(ConfigError, match="window=0"):
+            engine.map(_PROMPTS, window=0)
+    with pytest.raises(ConfigError, match="closed"):
+        engine.map(_PROMPTS)
