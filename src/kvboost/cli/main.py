@@ -18,6 +18,7 @@ from kvboost import __version__
 from kvboost.cli import bench, cache
 from kvboost.cli.doctor import doctor
 from kvboost.cli.explain import calibrate, explain
+from kvboost.cli.map import map_file
 from kvboost.cli.output import LogLevel, logging_to_stderr, set_level
 from kvboost.cli.run import run
 from kvboost.cli.serve import serve
@@ -54,6 +55,9 @@ def _before_commands(
 
 app.command(epilog="Example:  kvboost serve ./model --port 8000 --disk-cache-dir ~/.cache/kvboost/kv")(serve)
 app.command(epilog='Example:  kvboost run ./model "Why is the sky blue?" --disk-cache-dir ~/.cache/kvboost/kv')(run)
+app.command("map", epilog="Example:  kvboost map ./model prompts.jsonl answers.jsonl --disk-cache-dir kv-cache")(
+    map_file
+)
 app.command(epilog="Example:  kvboost warm ./model docs/ --quality auto --disk-cache-dir ~/.cache/kvboost/kv")(warm)
 app.command(epilog="Example:  kvboost doctor ./model --context 32768 --batch 4")(doctor)
 app.command(epilog="Example:  kvboost calibrate ./model --prompts traffic.jsonl --tolerated 0.05")(calibrate)

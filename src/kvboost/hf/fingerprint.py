@@ -16,11 +16,9 @@ import json
 import sys
 import threading
 import uuid
-from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
 from torch.autograd.graph import increment_version
 
 from kvboost.errors import ConfigError
@@ -159,17 +157,12 @@ class ModelIdentity:
         if merges_missed() != self._merges_missed:
             increment_version(list(model.parameters()))
             self._merges_missed = merges_missed()
-        modules = self._tree.modules()
-        adapters = adapter_layers(model, modules)
-        owned: list[tuple[Any, Mapping[str, torch.Tensor | None]]] = []  # most modules own none
-        owned += [(module, tensors) for module in modules if (tensors := module._parameters)]
-        owned += [(module, buffers) for module in modules if (buffers := module._buffers)]
+        adapters = adapter_layers(model, self._tree.modules())
         watched = [
             (module, tensor)
-            for module, tensors in owned
-            for name, tensor in tensors.items()
+            for module, name, tensor in self._tree.tensors()
             # A streamed weight is a new tensor every time, and never written to.
-            if not (tensor is None or name.endswith("inv_freq") or (streamer and streamer.holds(module, name)))
+            if not (name.endswith("inv_freq") or (streamer and streamer.holds(module, name)))
         ]
         return ModelState(
             self._changes,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from itertools import chain, compress
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -80,25 +80,51 @@ _HASH_PIECE = 16 * 2**20  # elements
 
 
 class ModuleTree:
-    """The modules of a model, walked again only where the tree has changed. Safe to use from any thread."""
+    """The modules of a model and their tensors, walked again only where the tree has changed. Thread-safe.
+
+    A request looks twice, behind a forward that leaves nothing of a model in the processor's caches. So it looks at
+    the tables of the modules, which stay with them, and not at the modules.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._walked: tuple[list[torch.nn.Module], list[torch.nn.Module | None]] = [], []
+        self._walked = _Walked([])
 
     def modules(self) -> list[torch.nn.Module]:
         """Every module once."""
-        modules, children = self._walked
-        if not modules or _children(modules) != children:  # modules are equal only to themselves
-            modules = list(walk(self._model))
-            children = _children(modules)
-            if set(children) - {None} <= set(modules):  # else another thread adds to it
-                self._walked = modules, children
-        return modules
+        return self._current().modules
+
+    def tensors(self) -> list[tuple[torch.nn.Module, str, torch.Tensor]]:
+        """Every parameter and buffer, with the module that has it and its name there."""
+        walked = self._current()
+        owned = compress(zip(walked.owners, walked.tables, strict=True), walked.tables)  # most tables are empty
+        return [
+            (module, name, tensor) for module, table in owned for name, tensor in table.items() if tensor is not None
+        ]
+
+    def _current(self) -> _Walked:
+        walked = self._walked
+        if not walked.modules or walked.children() != walked.known:  # modules are equal only to themselves
+            walked = _Walked(list(walk(self._model)))
+            if set(walked.known) - {None} <= set(walked.modules):  # else another thread adds to it
+                self._walked = walked
+        return walked
 
 
-def _children(modules: list[torch.nn.Module]) -> list[torch.nn.Module | None]:
-    return list(chain.from_iterable([children.values() for module in modules if (children := module._modules)]))
+class _Walked:
+    """What one walk found."""
+
+    def __init__(self, modules: list[torch.nn.Module]) -> None:
+        self.modules = modules
+        self._below = [module._modules for module in modules]
+        self.owners = [*modules, *modules]
+        self.tables: list[Mapping[str, torch.Tensor | None]] = [module._parameters for module in modules]
+        self.tables += [module._buffers for module in modules]
+        self.known = self.children()
+
+    def children(self) -> list[torch.nn.Module | None]:
+        """The children of all of them now."""
+        return list(chain.from_iterable([below.values() for below in self._below if below]))
 
 
 class TensorStates(NamedTuple):

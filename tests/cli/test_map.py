@@ -1,0 +1,116 @@
+"""``kvboost map`` on a tiny model: prompts, chats and OpenAI's batch files, interrupted and gone on with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvboost.cli import main
+
+SHARED = "What was said about the moon and the sun and everything else? " * 6
+
+
+def written(file: Path, *lines: Any) -> Path:
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def answers_of(file: Path) -> dict[str, Any]:
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert all(line["error"] is None for line in lines)
+    return {line["custom_id"]: line["response"] for line in lines}
+
+
+def run(folder: Path, prompts: Path, out: Path, *more: str) -> int:
+    return main(["map", str(folder), str(prompts), str(out), *more])
+
+
+def test_every_kind_of_line_is_answered_and_what_they_share_is_read_once(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = [{"role": "user", "content": SHARED}]
+    batch = {
+        "custom_id": "b",
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {"messages": chat, "max_tokens": 2},
+    }
+    prompts = written(
+        tmp_path / "in.jsonl",
+        *({"prompt": f"{SHARED}{n}", "max_tokens": 2, "temperature": 0} for n in range(4)),
+        {"custom_id": "mine", "messages": chat, "max_tokens": 3},
+        batch,
+        {"custom_id": "wrong", "messages": chat, "max_tokens": 3, "temprature": 0},
+    )
+    assert run(folder, prompts, tmp_path / "out.jsonl") == 0
+    found = answers_of(tmp_path / "out.jsonl")
+    assert set(found) == {"1", "2", "3", "4", "mine", "b", "wrong"}
+    assert [found[name]["status_code"] for name in ("1", "mine", "b", "wrong")] == [200, 200, 200, 400]
+    assert found["mine"]["body"]["choices"][0]["message"]["role"] == "assistant"
+    assert "temperature" in found["wrong"]["body"]["error"]["message"]
+    used = [found[name]["body"]["usage"] for name in "1234"]
+    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in used]
+    assert sum(tokens > 0.8 * usage["prompt_tokens"] for tokens, usage in zip(cached, used, strict=True)) == 3
+    said = capsys.readouterr().err
+    assert "7 answers are in" in said
+    assert "1 lines were refused" in said
+
+
+def test_the_same_command_goes_on_where_it_stopped(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [{"prompt": f"{SHARED}{n}", "max_tokens": 2, "temperature": 0} for n in range(3)]
+    prompts, out = written(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
+    assert run(folder, prompts, out) == 0
+    whole = answers_of(out)
+    kept, *_ = out.read_text().splitlines(keepends=True)
+    failed = {"custom_id": "3", "response": {"status_code": 503, "body": {}}, "error": None}
+    out.write_text(kept + json.dumps(failed) + "\n" + kept[:40])  # as a killed process leaves it
+    assert run(folder, prompts, out) == 0
+    again = answers_of(out)
+    assert set(again) == set(whole)
+    assert len(out.read_text().splitlines()) == 4  # the failure stays in the file, before its answer
+    for name, response in whole.items():
+        assert again[name]["body"]["choices"][0]["text"] == response["body"]["choices"][0]["text"]
+    capsys.readouterr()
+    assert run(folder, prompts, out) == 0
+    assert "all 3 lines are answered" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "line 1 of in.jsonl is no JSON"),
+        ("[1]", "line 1 of in.jsonl is no object"),
+        ('{"question": "x"}', "line 1 of in.jsonl asks nothing"),
+        ('{"prompt": "x", "stream": true}', "asks for a stream"),
+        ('{"custom_id": "a", "url": "/v1/nothing", "body": {}}', "needs a custom_id, a body, and a url"),
+        (
+            '{"custom_id": "a", "prompt": "x"}\n{"custom_id": "a", "prompt": "y"}',
+            "line 2 of in.jsonl has the custom_id",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_one_line_before_the_model_is_loaded(
+    line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text(line + "\n")
+    assert run(tmp_path / "no-model", prompts, tmp_path / "out.jsonl") == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_other_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = written(tmp_path / "in.jsonl", {"prompt": "x"})
+    assert run(tmp_path, tmp_path / "absent.jsonl", tmp_path / "out.jsonl") == 2
+    assert "cannot be read" in capsys.readouterr().err
+    assert run(tmp_path, prompts, written(tmp_path / "other.jsonl", {"a": 1})) == 2
+    assert "is no file of answers to go on with" in capsys.readouterr().err
+    assert run(tmp_path, prompts, tmp_path / "out.jsonl", "--together", "0") == 2
+    assert "--together 0" in capsys.readouterr().err
