@@ -17,10 +17,13 @@ from typing import Any, Self
 from kvboost.capacity import MemoryEstimate
 from kvboost.config import EngineConfig
 from kvboost.core.arrange import ServedPaths
+from kvboost.core.costs import StageClock
 from kvboost.core.keys import token_array
 from kvboost.core.session import Session
 from kvboost.engine.estimate import estimate_engine
 from kvboost.engine.parts import EngineParts
+from kvboost.engine.pinning import Pin, Pins
+from kvboost.engine.single import warm
 from kvboost.engine.stats import TierState, cache_stats, describe, store_stats, tier_states, verify
 from kvboost.engine.stores import OwnStore
 from kvboost.errors import ConfigError
@@ -58,6 +61,7 @@ class TenantView:
         self._served = ServedPaths()
         self._root = root
         """The engine that this tenant's view belongs to; None for the engine itself."""
+        self.pins: Pins = root.pins if root is not None else Pins(shared_store=not parts.owns_store)
         self._views: dict[str, Self] = {}
         self._views_lock = threading.Lock()
         self._closed = False
@@ -235,6 +239,29 @@ class TenantView:
         if self.session is not None:
             self.session.prefiller.approx.trust_again()
 
+    # Holding
+
+    def save_context(
+        self, name: str, prompt: Prompt, *, boundaries: Sequence[int] = (), seconds: float | None = None
+    ) -> Pin:
+        """Read ``prompt``, store it, and hold it in memory for ``seconds``, or until :meth:`drop_context`.
+
+        Prompts that begin with it then read what follows it only, whatever else is stored meanwhile. A name that is
+        known is given to the new prompt. After a restart the same call finds the KV in a tier below the memory.
+        Raises CapacityError where all contexts together would take more than half of the memory.
+        """
+        tokens = self.encode(prompt)
+        with self._running(AS_SET):
+            if self.session is not None:
+                warm(self.session, tokens, boundaries=boundaries, clock=StageClock())
+            return self.pins.add(self.session, tokens, boundaries=boundaries, name=name, seconds=seconds)
+
+    def drop_context(self, name: str) -> bool:
+        """Hold a context no longer. False if there is none of this name. What it stored is evicted in its turn."""
+        tenant = self.session.tenant if self.session is not None else None
+        found = next((pin for pin in self.pins.listed() if (pin.tenant, pin.name) == (tenant, name)), None)
+        return found is not None and self.pins.remove(found.id)
+
     # Removing
 
     def purge_tenant(self, tenant: str) -> None:
@@ -284,6 +311,7 @@ class TenantView:
         """Drop everything stored for this tenant, in every tier. A store passed to the engine is cleared as a whole."""
         if self._root is not None and not self.parts.owns_store:
             raise ConfigError("the store was given to the engine and is shared by all tenants; clear it there")
+        self.pins.clear(tenant=self.session.tenant if self.session is not None else None)
         if self.session is not None:
             self.session.prefiller.approx.forget()  # first: a check must not store again what is cleared now
         if isinstance(self._store, OwnStore):
@@ -316,6 +344,7 @@ class TenantView:
     def _release(self, share: str | None) -> None:
         """Let go of the workspaces, and of a share of the engine's own store or all of it."""
         if self.session is not None:
+            self.pins.clear(tenant=self.session.tenant)
             self.session.prefiller.pool.clear()
         if self.parts.owns_store and isinstance(self._store, OwnStore):
             self._store.close(share)

@@ -156,7 +156,9 @@ async def pin(service: AppService, body: WarmRequest) -> Response:
     await _prefill(service, generation)
     ((ids, boundaries),) = generation.prompts
     try:
-        pin = await asyncio.to_thread(service.pins.add, ids, boundaries=boundaries, tenant=generation.caller.tenant)
+        tenant = generation.caller.tenant
+        session = (service.engine.for_tenant(tenant) if tenant else service.engine).session
+        pin = await asyncio.to_thread(service.pins.add, session, ids, boundaries=boundaries)
     except CapacityError as error:
         raise ApiError(413, str(error), code="too_many_pins") from error
     except ConfigError as error:

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 from kvboost.engine import KVBoost
-from kvboost.engine.pinning import Pins
 from kvboost.errors import BusyError, CapacityError, ClosedError, ConfigError
 from kvboost.failures import log_failure
 from kvboost.hf.generate import end_token_ids
@@ -89,7 +88,7 @@ class Service:
         self.kept = KeptStats(engine)
         self.spaces = Spaces(engine)
         self.metrics = Metrics(engine, runner)
-        self.pins = Pins(engine)
+        self.pins = engine.pins
         self.draining = False
         self.started = int(time.time())
 

@@ -1,0 +1,116 @@
+"""Named contexts: held against eviction until they are dropped, replaced, or their time is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvboost import CapacityError, ConfigError, KVBoost
+
+Tiny = Callable[..., Any]
+BYTES = 200_000  # a few hundred tokens of the tiny model
+
+
+def text(seed: int, tokens: int) -> list[int]:
+    return torch.randint(3, 97, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+CONTRACT = text(1, 64)
+
+
+def read_again(engine: KVBoost, context: list[int], *, others: int = 64) -> int:
+    """How much of a context is not read again, after so much other text that nothing else of before is left."""
+    for seed in range(100, 140):
+        engine.warm(text(seed, others))
+    assert engine.cache_stats()["evictions"] > 0
+    return engine.prefill([*context, 5, 6]).reuse.exact_tokens
+
+
+def test_a_context_outlives_other_text(tiny: Tiny) -> None:
+    with KVBoost(tiny("llama"), chunk_size=16, cache_bytes=BYTES) as engine:
+        engine.warm(CONTRACT)
+        assert read_again(engine, CONTRACT) == 0, "the store is too large to show anything"
+        pin = engine.save_context("contract", CONTRACT)
+        assert (pin.name, pin.tokens) == ("contract", 64)
+        assert read_again(engine, CONTRACT) == 64
+        assert engine.drop_context("contract")
+        assert not engine.drop_context("contract")
+        assert engine._store.stats().leased == 0
+
+
+def test_the_states_of_recurrent_layers_are_held_too(tiny: Tiny) -> None:
+    with KVBoost(tiny("qwen3_5_text"), chunk_size=16, cache_bytes=4 * BYTES) as engine:
+        engine.save_context("contract", text(1, 300))
+        assert read_again(engine, text(1, 300), others=300) >= 256
+
+
+def test_a_name_is_given_to_the_newest_prompt(tiny: Tiny) -> None:
+    other = text(2, 64)
+    with KVBoost(tiny("llama"), chunk_size=16, cache_bytes=BYTES) as engine:
+        engine.save_context("contract", CONTRACT)
+        engine.save_context("contract", other)
+        assert read_again(engine, other) == 64
+        assert read_again(engine, CONTRACT) == 0
+        assert len(engine.pins.listed()) == 1
+
+
+def test_a_context_is_held_for_its_time(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("kvboost.engine.pinning.time.monotonic", lambda: now)
+    with KVBoost(tiny("llama"), chunk_size=16, cache_bytes=BYTES) as engine:
+        engine.save_context("contract", CONTRACT, seconds=60)
+        now = 1059.0
+        assert len(engine.pins.listed()) == 1
+        now = 1060.0
+        assert engine.pins.listed() == []
+        assert read_again(engine, CONTRACT) == 0
+
+
+def test_contexts_leave_room_for_others_and_a_refused_one_leaves_the_old_one(tiny: Tiny) -> None:
+    with KVBoost(tiny("llama"), chunk_size=16, cache_bytes=BYTES) as engine:
+        engine.save_context("contract", CONTRACT)
+        refused = 0
+        for seed in range(50):
+            try:
+                engine.save_context(f"more {seed}", text(seed + 10, 64))
+            except CapacityError:
+                refused += 1
+        assert 0 < refused < 50
+        assert read_again(engine, CONTRACT) == 64
+
+
+def test_a_restart_finds_it_on_the_disk(tiny: Tiny, tmp_path: Path) -> None:
+    place = {"chunk_size": 16, "disk_cache_dir": tmp_path / "cache"}
+    with KVBoost(tiny("llama"), **place) as engine:
+        engine.save_context("contract", CONTRACT)
+    with KVBoost(tiny("llama"), **place) as engine:
+        computed: list[int] = []
+        hook = engine.model.get_input_embeddings().register_forward_hook(
+            lambda layer, ids, out: computed.append(ids[0].numel())
+        )
+        engine.save_context("contract", CONTRACT)
+        hook.remove()
+        assert computed == []
+
+
+def test_tenants_have_contexts_of_their_own_and_clearing_drops_them(tiny: Tiny) -> None:
+    with KVBoost(tiny("llama"), chunk_size=16) as engine:
+        acme = engine.for_tenant("acme")
+        engine.save_context("contract", CONTRACT)
+        acme.save_context("contract", CONTRACT)
+        assert len(engine.pins.listed()) == 2
+        acme.clear()
+        assert [pin.tenant for pin in engine.pins.listed()] == [""]
+        assert engine.drop_context("contract")
+        acme.save_context("contract", CONTRACT)
+        acme.close()
+        assert engine.pins.listed() == []
+
+
+def test_what_cannot_be_held_is_said(tiny: Tiny) -> None:
+    with KVBoost(tiny("llama"), chunk_size=64) as engine, pytest.raises(ConfigError, match="make it longer"):
+        engine.save_context("short", [5])
