@@ -109,7 +109,7 @@ def test_the_bars_are_those_of_the_page(part: str, ours: Outcome, other: Outcome
     assert not alone.failed
 
 
-@pytest.mark.parametrize("name", ["ray_fleet", "ray_faults", "ray_warming"])
+@pytest.mark.parametrize("name", ["ray_fleet", "ray_faults"])
 def test_without_ray_it_is_one_line(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

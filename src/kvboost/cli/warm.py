@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -15,16 +15,10 @@ from kvboost.cli.cache_records import open_location
 from kvboost.cli.flags import Model, with_settings
 from kvboost.cli.output import note
 from kvboost.cli.settings import Settings
-from kvboost.config import parse_bytes
 from kvboost.errors import CapacityError, ConfigError, PlaceError
-from kvboost.integrations.ray.config import need_ray
-
-if TYPE_CHECKING:
-    from kvboost.integrations.ray.warm import Warming
 
 _TIERS = ("disk_cache_dir", "remote_url")
 _TEXTS = ("*.txt", "*.md", "*.rst")
-_NAMED = 10  # documents that are left out
 
 
 @with_settings()
@@ -38,52 +32,21 @@ def warm(
         Path | None, typer.Option(metavar="FILE", help="What your prompts begin with, such as the system prompt.")
     ] = None,
     context_documents: Annotated[int, typer.Option(help="Prefill each document after this many others.")] = 2,
-    ray: Annotated[bool, typer.Option("--ray", help="Prefill with a pool of Ray actors, into --remote-url.")] = False,
-    actors: Annotated[int, typer.Option(help="With --ray: copies of the model that prefill.", min=1)] = 1,
-    actor_gpus: Annotated[float, typer.Option(help="With --ray: GPUs that each copy reserves.", min=0)] = 0.0,
-    budget_hours: Annotated[
-        float | None, typer.Option(help="With --ray: begin nothing more after so long.", min=0, show_default=False)
-    ] = None,
-    budget_bytes: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="With --ray: write no more than this.", show_default=False)
-    ] = None,
     settings: Settings,
 ) -> None:
     """Prefill documents now, so that later prompts find their KV.
 
     Needs --disk-cache-dir or --remote-url, where the KV stays, and --quality auto, high or fast, for whoever uses it.
-    Documents that are there already are skipped: a run that was interrupted goes on where it stopped. With --ray it
-    says first what it will take.
+    Documents that are there already are skipped: a run that was interrupted goes on where it stopped.
     """
-    if ray:
-        need_ray()
-    elif budget_hours is not None or budget_bytes is not None or actors > 1:
-        raise ConfigError("actors and budgets are for a pool; add --ray, or leave them out")
     given = settings.engine()
-    if ray and "remote_url" not in given:
-        raise ConfigError("actors share what they compute; give --remote-url, where all can write")
     if not set(_TIERS) & given.keys():
         raise ConfigError("the KV would be gone with this process; give --disk-cache-dir or --remote-url to keep it")
     beginning = _text_of(head) if head is not None else None
-    paths = list(_documents(files))
+    documents = [(path, _text_of(path)) for path in _documents(files)]
     if given.get("quality", "exact") == "exact":
         raise ConfigError("documents are prefilled for reuse anywhere in a prompt; add --quality auto, here and later")
     _check_tiers(given)
-    if ray:
-        from kvboost.integrations.ray.warm import Warming
-
-        warming = Warming(
-            model=model,
-            engine=given,
-            paths=paths,
-            head=beginning,
-            context_documents=context_documents,
-            actors=actors,
-            actor_gpus=actor_gpus,
-        )
-        _warm_pool(warming, hours=budget_hours, budget=budget_bytes)
-        return
-    documents = [(path, _text_of(path)) for path in paths]
     note(f"loading {model}")  # before torch is imported, which may take seconds
     from kvboost.engine import KVBoost
     from kvboost.store.tiers.mooncake import giving_nothing
@@ -109,32 +72,6 @@ def warm(
     if unsaved:
         raise PlaceError(f"{unsaved} of {new} new chunks were not stored; see the warnings above and warm again")
     print(f"{len(texts)} documents with {tokens} tokens are stored; {new} chunks were new.")
-
-
-def _warm_pool(warming: Warming, *, hours: float | None, budget: str | None) -> None:
-    from kvboost.integrations.ray.config import connect
-
-    connect(cpus=warming.actors)
-    note(f"reading {len(warming.paths)} documents with {warming.actors} of {warming.model}")
-    limit = parse_bytes(budget, name="budget_bytes") if budget is not None else None
-    survey = warming.survey()
-    for number in survey.unusable[:_NAMED]:
-        note(f"left out {warming.paths[number]}: it is empty, or longer than the model takes")
-    if (more := len(survey.unusable) - _NAMED) > 0:
-        note(f"left out {more} others, for the same reason")
-    plan = warming.plan(survey, budget_bytes=limit)
-    note(
-        f"{plan.missing} of {plan.documents} documents are not stored: {plan.tokens} tokens to prefill, about "
-        f"{plan.seconds / 3600:.2g} hours, {plan.nbytes / 1e6:.1f} MB at most"
-    )
-    if plan.over_budget:
-        note(f"{plan.over_budget} of them are over --budget-bytes and left out")
-    done = warming.run(plan, seconds=hours * 3600 if hours is not None else None)
-    if done.unsaved:
-        raise PlaceError(f"{done.unsaved} chunks were not stored; see the warnings above and warm again")
-    print(f"{done.documents} documents were prefilled; {done.new_chunks} chunks were new.")
-    if left := plan.over_budget + done.left:
-        print(f"{left} documents are left, as the budget was used up; run it again to go on.")
 
 
 def _check_tiers(engine: Mapping[str, Any]) -> None:

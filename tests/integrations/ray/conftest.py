@@ -17,7 +17,6 @@ from tests.helpers.serving import tiny_folder
 if find_spec("ray") is not None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Ray's own, while it is imported
-        import ray.data
         import ray.serve
 
 

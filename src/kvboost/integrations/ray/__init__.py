@@ -1,6 +1,6 @@
-"""Ray for a fleet: replicas under Ray Serve, corpora warmed with Ray Data. See ``docs/fleet.md``.
+"""Ray for a fleet: replicas under Ray Serve. See ``docs/fleet.md``.
 
-``kvboost serve --ray`` and ``kvboost warm --ray`` start here. Ray is imported when one of them runs, not before.
+``kvboost serve --ray`` starts here. Ray is imported when it runs, not before.
 """
 
 from __future__ import annotations

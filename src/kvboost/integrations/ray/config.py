@@ -1,6 +1,6 @@
 """How many replicas a fleet has; joining a Ray cluster, or starting a Ray of this process's own; what Ray's errors say.
 
-Used by ``kvboost serve --ray`` and ``kvboost warm --ray``. Invariant: needs no torch, and Ray only to join one.
+Used by ``kvboost serve --ray``. Invariant: needs no torch, and Ray only to join one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RayConfig:
             raise ConfigError("target_requests must be above 0, replica_cpus and replica_gpus 0 or more")
 
 
-_OBJECT_STORE_BYTES = 256 * 2**20  # requests, answers and paths pass through it, no KV does
+_OBJECT_STORE_BYTES = 256 * 2**20  # requests and answers pass through it, no KV does
 
 
 def connect(*, cpus: float) -> None:
