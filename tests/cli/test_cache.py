@@ -5,10 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
-import stat
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -137,68 +135,6 @@ def test_rm_and_purge(filled: Place, kvboost: Said, monkeypatch: pytest.MonkeyPa
     assert kvboost.json("stat", filled.url)["records"] == 0
 
 
-def test_export_and_import(filled: Place, kvboost: Said, tmp_path: Path) -> None:
-    file, target = tmp_path / "chunks.tar", tmp_path / "target"
-    filled.change(NOBODY, blocks_of("x")[0].key)
-    told = kvboost.json("export", filled.url, file, code=1)
-    assert (told["whole"], told["damaged"]) == (4, 1)
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert sorted(path.name for path in tmp_path.glob("chunks*")) == ["chunks.tar"]
-    told = kvboost.json("import", target, file)
-    assert (told["stored"], told["present"], told["complete"]) == (4, 0, True)
-    assert kvboost("import", filled.url, file) == 0
-    assert kvboost.out == "4 present\n"
-    assert kvboost.json("verify", target)["whole"] == 4
-    assert kvboost.json("export", target, tmp_path / "acme.tar", "--tenant", "acme")["whole"] == 3
-
-
-def test_an_export_writes_into_no_file_of_others(kvboost: Said, tmp_path: Path) -> None:
-    place, kept = Place("disk", str(tmp_path / "s")), tmp_path / "kept"
-    place.fill(ACME, blocks_of("a"))
-    kept.write_text("mine")
-    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    for target in (kept, tmp_path / "link"):
-        assert kvboost("export", place.url, target) == 2
-        assert "is there already" in kvboost.err
-    assert kept.read_text() == "mine"
-    assert not (tmp_path / "elsewhere").exists()
-    assert kvboost("export", place.url, tmp_path / "new", "--space", "0000") == 2
-    assert not (tmp_path / "new").exists(), "a failed export left a file"
-
-
-def test_an_import_goes_on_where_it_stopped_and_counts_damage(kvboost: Said, tmp_path: Path) -> None:
-    source, target, file = Place("disk", str(tmp_path / "s")), tmp_path / "t", tmp_path / "chunks.tar"
-    source.fill(ACME, blocks_of(*"abcdefgh"))
-    assert kvboost("export", source.url, file) == 0
-    whole = file.read_bytes()
-    file.write_bytes(whole[: len(whole) // 2 + 100])
-    told = kvboost.json("import", target, file, code=1)
-    assert (told["stored"], told["damaged"], told["complete"]) == (4, 1, False)
-    changed = bytearray(whole)
-    with tarfile.open(fileobj=io.BytesIO(whole)) as tar:
-        last = tar.getmembers()[-2]  # before the count
-    changed[last.offset_data + last.size - 1] ^= 1  # in its body
-    file.write_bytes(changed)
-    told = kvboost.json("import", target, file, code=1)
-    assert (told["present"], told["stored"], told["damaged"], told["complete"]) == (4, 3, 1, True)
-    file.write_bytes(whole)
-    told = kvboost.json("import", target, file)
-    assert (told["present"], told["stored"]) == (7, 1)
-
-
-def test_an_import_stays_within_the_budget(kvboost: Said, tmp_path: Path) -> None:
-    source, target, file = Place("disk", str(tmp_path / "s")), tmp_path / "t", tmp_path / "chunks.tar"
-    source.fill(ACME, blocks_of(*"abcdefgh"))
-    assert kvboost("export", source.url, file) == 0
-    told = kvboost.json("import", target, file, "--budget", "40KB")
-    assert told["stored"] - told["evicted"] == kvboost.json("stat", target)["records"] == 4
-    assert kvboost.json("stat", target)["bytes"] <= 40_000
-    assert kvboost("import", target, file, "--budget", "much") == 2
-    assert "--budget='much' is not a size" in kvboost.err
-    assert kvboost("import", target, file, "--budget", "0") == 2
-    assert "--budget 0 would keep nothing" in kvboost.err
-
-
 @pytest.mark.parametrize("place", ["disk"], indirect=True)
 def test_the_limit_is_shown_and_changed(place: Place, kvboost: Said, tmp_path: Path) -> None:
     assert kvboost("limit", place.url, "1GiB") == 0
@@ -223,7 +159,7 @@ def test_a_servers_limit_is_its_own(kvboost: Said, redis_at: RedisServer) -> Non
 
 
 def test_records_with_a_secret(kvboost: Said, tmp_path: Path) -> None:
-    place, file, target = Place("disk", str(tmp_path / "s")), tmp_path / "x.tar", tmp_path / "t"
+    place = Place("disk", str(tmp_path / "s"))
     key, wrong = tmp_path / "key", tmp_path / "wrong"
     key.write_text((b"e" * 32).hex() + "\n")
     wrong.write_bytes(b"w" * 32)
@@ -240,10 +176,6 @@ def test_records_with_a_secret(kvboost: Said, tmp_path: Path) -> None:
     assert kvboost.out.count("encrypted") == 2
     assert kvboost.json("verify", place.url, "--key-file", wrong)["locked"] == 2
     assert kvboost.json("verify", place.url, "--key-file", wrong, "--key-file", key)["whole"] == 2
-    assert kvboost.json("export", place.url, file)["locked"] == 2
-    assert kvboost.json("import", target, file, code=1)["locked"] == 2
-    assert kvboost.json("import", target, file, "--key-file", key)["stored"] == 2
-    assert kvboost.json("verify", target, "--key-file", key)["whole"] == 2
     key.write_bytes(b"short")
     assert kvboost("verify", place.url, "--key-file", key) == 2
     assert kvboost("verify", place.url, "--key-file", tmp_path / "absent") == 2
@@ -258,10 +190,7 @@ def test_records_with_a_secret(kvboost: Said, tmp_path: Path) -> None:
         (["stat", "{tmp}/none"], "there is no directory"),
         (["verify", "redis://:secret@127.0.0.1:{port}/0"], "check that it runs"),
         (["verify", "ftp://host/x"], "give a cache directory, redis://HOST:PORT"),
-        (["export", "{cache}", "{tmp}/no/such/file"], "create it first"),
-        (["export", "{cache}", "-", "--json"], "give a file"),
-        (["import", "{cache}", "{tmp}/absent"], "cannot be read"),
-        (["import", "{tmp}/file", "{tmp}/file"], "is no directory"),
+        (["ls", "{tmp}/file"], "is no directory"),
         (["rm", "{cache}", "abc"], "4 hexadecimal digits"),
         (["ls", "{cache}", "--space", "ffff"], "no space begins with ffff"),
         (["purge", "{cache}"], "say what to remove: --tenant NAME, or --all"),
@@ -280,17 +209,9 @@ def test_a_mistake_is_one_line(kvboost: Said, tmp_path: Path, arguments: list[st
 
 
 @pytest.mark.parametrize("place", ["disk"], indirect=True)
-def test_in_processes_of_their_own_through_a_pipe(filled: Place, tmp_path: Path) -> None:
-    def start(*arguments: str, **pipes: Any) -> Any:
-        command = [sys.executable, "-m", "kvboost", "cache", *arguments]
-        return subprocess.run(command, capture_output=True, env=dict(os.environ), timeout=120, **pipes)
-
-    exported = start("export", filled.url, "-")
-    assert exported.returncode == 0, exported.stderr
-    assert exported.stderr == b"5 whole\n"
-    imported = start("import", str(tmp_path / "target"), "-", input=exported.stdout)
-    assert imported.stdout == b"5 stored\n", imported.stderr
+def test_in_a_process_of_its_own(filled: Place) -> None:
     filled.change(ACME, blocks_of("a")[0].key)
-    verified = start("verify", filled.url, "--json")
+    command = [sys.executable, "-m", "kvboost", "cache", "verify", filled.url, "--json"]
+    verified = subprocess.run(command, capture_output=True, env=dict(os.environ), timeout=120)
     assert verified.returncode == 1
     assert json.loads(verified.stdout)["damaged"] == 1

@@ -1,7 +1,7 @@
 """``kvboost cache``: manage the chunk records of a directory or a Redis server.
 
 Called by :mod:`kvboost.cli.main`. It needs no model: records say what they are. Invariants: only ``rm``, ``purge``,
-``import``, ``limit SIZE`` and ``verify --remove`` change anything; with ``--json`` the output is JSON and nothing else.
+``limit SIZE`` and ``verify --remove`` change anything; with ``--json`` the output is JSON and nothing else.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Keys = Annotated[
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 app = typer.Typer(
-    help="Manage stored chunks: list, verify, remove, export and import. Needs no model.",
+    help="Manage stored chunks: list, verify and remove. Needs no model.",
     rich_markup_mode="rich",
     no_args_is_help=False,
 )
@@ -105,11 +105,9 @@ def inspect_record(
     as_json: AsJson = False,
 ) -> None:
     """Show all about one record: its header, and whether it is intact."""
-    from kvboost.store.admin.archive import verified
-
     with records.open_location(place) as catalogue:
         entries = records.find_by_key(catalogue, [key])
-        ((entry, finding),) = verified(catalogue, entries, keys=records.read_key_files(key_file))
+        ((entry, finding),) = catalogue.verified(entries, keys=records.read_key_files(key_file))
         heads = dict(catalogue.heads([entry]))
     row = records.describe_record(entry, heads[entry]) | {
         "state": finding.verdict.value,
@@ -263,7 +261,6 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Read every record and check it. Exit code 1: there is damage."""
-    from kvboost.store.admin.archive import verified
     from kvboost.store.admin.base import Verdict
 
     counts: Counter[str] = Counter({verdict.value: 0 for verdict in Verdict})
@@ -272,7 +269,7 @@ def verify(
         keys = records.read_key_files(key_file)
         # Listed twice rather than kept in memory: there may be tens of millions.
         total = sum(1 for _ in progress("counting", records.select_records(catalogue, tenant, space)))
-        found = verified(catalogue, records.select_records(catalogue, tenant, space), keys=keys)
+        found = catalogue.verified(records.select_records(catalogue, tenant, space), keys=keys)
         for entry, finding in progress("checking", found, total=total):
             counts[finding.verdict.value] += 1
             if finding.verdict is Verdict.DAMAGED:
@@ -288,78 +285,4 @@ def verify(
         if counts[Verdict.LOCKED.value]:
             note("give the keys of the locked ones with --key-file to check them")
     if damaged:
-        raise typer.Exit(_DAMAGE)
-
-
-@app.command("export", epilog="Example:  kvboost cache export ~/.cache/kvboost/kv chunks.tar --tenant acme")
-def export(
-    place: Place,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What to write; - for the output.")],
-    *,
-    tenant: Tenant = None,
-    space: Space = None,
-    key_file: Keys = None,
-    as_json: AsJson = False,
-) -> None:
-    """Write records into one file, each checked. Exit code 1: some were damaged and left out.
-
-    The file holds the token ids of prompts: keep it as you keep the prompts.
-    """
-    from kvboost.store.admin.archive import ArchiveWriter, exported
-    from kvboost.store.admin.base import Verdict
-
-    if as_json and str(file) == "-":
-        raise ConfigError("--json and the records cannot both go to the output; give a file")
-    counts: Counter[str] = Counter({verdict.value: 0 for verdict in Verdict})
-    with records.open_location(place) as catalogue:
-        # Space by space, in each the most recently used last, so that an import keeps that order.
-        selected = records.select_records(catalogue, tenant, space)
-        entries = sorted(selected, key=lambda entry: (entry.space, entry.used_at or 0.0))
-        with records.open_for_writing(file) as stream:
-            found = exported(catalogue, entries, keys=records.read_key_files(key_file), into=ArchiveWriter(stream))
-            counts.update(finding.verdict.value for _, finding in progress("exporting", found, total=len(entries)))
-    if as_json:
-        print(json.dumps(records.json_counts(counts)))
-    else:
-        note(records.count_summary(counts))
-    if counts[Verdict.DAMAGED.value]:
-        raise typer.Exit(_DAMAGE)
-
-
-@app.command("import", epilog="Example:  kvboost cache import redis://127.0.0.1:6379/0 chunks.tar")
-def import_records(
-    place: Place,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What export wrote; - for the input.")],
-    *,
-    budget: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Limit of a new directory; 20GiB if left out. See limit.")
-    ] = None,
-    key_file: Keys = None,
-    as_json: AsJson = False,
-) -> None:
-    """Import records, each checked. Those that are there already are skipped, so it can be run again.
-
-    To stay within the place's limit, the least recently used records are evicted. Exit code 1: some were damaged or
-    locked, or the file was cut short.
-    """
-    from kvboost.store.admin.archive import ArchiveReader, Importer, Outcome
-
-    limit = records.parse_limit(budget, name="--budget") if budget is not None else None
-    with records.open_for_reading(file) as stream, records.open_location(place, create=True) as catalogue:
-        reader = ArchiveReader(stream)
-        importer = Importer(catalogue, keys=records.read_key_files(key_file), capacity_bytes=limit)
-        counts: Counter[str] = Counter({outcome.value: 0 for outcome in Outcome})
-        counts.update(outcome.value for outcome in progress("importing", importer.outcomes(reader)))
-    counts["damaged"] += reader.damaged
-    counts["other version"] = reader.other_version
-    counts["evicted"] = importer.evicted
-    if as_json:
-        print(json.dumps({**records.json_counts(counts), "complete": reader.complete}))
-    else:
-        print(records.count_summary(counts))
-        if not reader.complete:
-            note(f"{file} was cut short or damaged: not everything is in it that was exported")
-        if counts["locked"]:
-            note("give the keys of the locked ones with --key-file and import again")
-    if counts["damaged"] or counts["locked"] or not reader.complete:
         raise typer.Exit(_DAMAGE)

@@ -1,4 +1,4 @@
-"""What the ``kvboost cache`` commands share: selecting and describing records, files, confirmation.
+"""What the ``kvboost cache`` commands share: selecting and describing records, confirmation.
 
 Used by :mod:`kvboost.cli.cache`. Invariant: digits that begin nothing, or several things, are a ConfigError that says
 where to look.
@@ -6,14 +6,13 @@ where to look.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -100,44 +99,6 @@ def parse_limit(text: str, *, name: str) -> int:
     if limit == 0:
         raise ConfigError(f"{name} {text} would keep nothing; give a size such as 20GiB (purge and rm remove records)")
     return limit
-
-
-@contextmanager
-def open_for_writing(file: Path) -> Iterator[BinaryIO]:
-    """A new file, gone again if it cannot be completed. Only this user may read it, as it holds token ids."""
-    if str(file) == "-":
-        yield sys.stdout.buffer
-        sys.stdout.buffer.flush()
-        return
-    target = file.expanduser()
-    if not target.resolve().parent.is_dir():
-        raise ConfigError(f"there is no folder to write {file} into; create it first")
-    try:  # a new one: through a link, or a file that is open already, others could read it
-        descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    except FileExistsError as error:
-        raise ConfigError(f"{file} is there already; remove it, or give another name") from error
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-    except BaseException:
-        target.unlink(missing_ok=True)
-        raise
-
-
-@contextmanager
-def open_for_reading(file: Path) -> Iterator[BinaryIO]:
-    """A file's bytes, or the input's."""
-    if str(file) == "-":
-        yield sys.stdin.buffer
-        return
-    try:
-        stream = file.expanduser().open("rb")
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read ({error}); give what kvboost cache export wrote") from error
-    with stream:
-        yield stream
 
 
 def parse_header(entry: Entry, head: bytes | None) -> RecordHeader | None:

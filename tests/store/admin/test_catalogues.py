@@ -1,9 +1,8 @@
-"""All records of a place, over every kind of place: listing, reading, damage, removal, import within a budget."""
+"""All records of a place, over every kind of place: listing, reading, damage, removal, copies."""
 
 from __future__ import annotations
 
-import io
-import tarfile
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ import pytest
 from benchmarks.common.servers import free_port
 from kvboost.errors import PlaceError
 from kvboost.store.admin import open_catalogue
-from kvboost.store.admin.archive import ArchiveReader, ArchiveWriter, Importer, Outcome, exported, verified
 from kvboost.store.admin.base import Catalogue, Entry, KeyRing, Verdict, examine
 from kvboost.store.record.format import RecordFormat, record_format
 from kvboost.types import tenant_digest
@@ -41,21 +39,8 @@ def fill(place: Place) -> None:
     place.fill(OTHER, blocks_of("x", "y"))
 
 
-def archived(place: Place, *, keys: KeyRing | None = None) -> bytes:
-    stream = io.BytesIO()
-    with opened(place) as catalogue:
-        list(exported(catalogue, catalogue.entries(), keys=keys or KeyRing(), into=ArchiveWriter(stream)))
-    return stream.getvalue()
-
-
-def imported(place: Place, archive: bytes, *, keys: KeyRing | None = None, room: int | None = None) -> Counter[str]:
-    with opened(place, create=True) as catalogue:
-        importer = Importer(catalogue, keys=keys or KeyRing(), capacity_bytes=room)
-        return Counter(outcome.value for outcome in importer.outcomes(ArchiveReader(io.BytesIO(archive))))
-
-
 def verdicts(catalogue: Catalogue) -> dict[bytes, Verdict]:
-    found = verified(catalogue, catalogue.entries(), keys=KeyRing())
+    found = catalogue.verified(catalogue.entries(), keys=KeyRing())
     return {entry.key: finding.verdict for entry, finding in found}
 
 
@@ -81,17 +66,12 @@ def test_every_namespace_is_listed_without_a_model(place: Place) -> None:
 def test_records_come_whole_in_order_and_large_ones_too(place: Place) -> None:
     blocks = [*blocks_of("a", "b"), *blocks_of("l", "m", nbytes=2**21), *blocks_of("z")]
     place.fill(ACME, blocks)
-    by_key = {block.key: block for block in blocks}
     with opened(place) as catalogue:
         entries = [*catalogue.entries(), Entry(ACME.space, b"k" * 32, ACME.namespace.tenant, 10, None)]
-        found = dict(verified(catalogue, entries, keys=KeyRing()))
+        found = dict(catalogue.verified(entries, keys=KeyRing()))
         assert list(found) == entries
         for entry, finding in found.items():
-            if entry.key == b"k" * 32:
-                assert finding.verdict is Verdict.MISSING
-            else:
-                assert finding.block is not None
-                assert_same(finding.block, by_key[entry.key])
+            assert finding.verdict is (Verdict.MISSING if entry.key == b"k" * 32 else Verdict.WHOLE)
         heads = dict(catalogue.heads(entries))
         assert heads[entries[-1]] is None
 
@@ -103,7 +83,7 @@ def test_a_flipped_bit_is_found(place: Place, at: int) -> None:
     place.change(ACME, broken, at=at)
     with opened(place) as catalogue:
         found = {
-            entry.key: finding.verdict for entry, finding in verified(catalogue, catalogue.entries(), keys=KeyRing())
+            entry.key: finding.verdict for entry, finding in catalogue.verified(catalogue.entries(), keys=KeyRing())
         }
     assert found.pop(broken) is (Verdict.OTHER_VERSION if at == 8 else Verdict.DAMAGED)
     assert set(found.values()) == {Verdict.WHOLE}
@@ -120,7 +100,7 @@ def test_what_is_no_record_and_a_record_under_another_name_are_damage(place: Pla
     place.put(ACME, b, junk)
     with opened(place) as catalogue:
         found = {
-            entry.key: finding.verdict for entry, finding in verified(catalogue, catalogue.entries(), keys=KeyRing())
+            entry.key: finding.verdict for entry, finding in catalogue.verified(catalogue.entries(), keys=KeyRing())
         }
         listed = {entry.key: head for entry, head in catalogue.heads(catalogue.entries())}
     assert (found[a], found[b], found[c]) == (Verdict.DAMAGED, Verdict.DAMAGED, Verdict.WHOLE)
@@ -133,7 +113,7 @@ def test_a_record_of_another_tenant_under_the_same_key_is_damage(place: Place) -
     place.fill(theirs, blocks_of("a"))
     place.put(ACME, blocks_of("a")[0].key, place._raw(theirs, blocks_of("a")[0].key))
     with opened(place) as catalogue:
-        found = verified(catalogue, catalogue.entries(), keys=KeyRing())
+        found = catalogue.verified(catalogue.entries(), keys=KeyRing())
         verdicts = {entry.space: finding.verdict for entry, finding in found}
     assert verdicts == {ACME.space: Verdict.DAMAGED, theirs.space: Verdict.WHOLE}
 
@@ -153,50 +133,6 @@ def test_removing_and_purging(place: Place) -> None:
         assert len(list(catalogue.entries())) == 2
 
 
-def test_from_one_place_to_another_and_again(place: Place, tmp_path: Path) -> None:
-    fill(place)
-    archive = archived(place)
-    target = Place("disk", str(tmp_path / "target"))
-    assert imported(target, archive) == {"stored": 5}
-    assert imported(target, archive) == {"present": 5}
-    changed = bytearray(archive)
-    changed[5000] ^= 1
-    assert imported(target, bytes(changed)) == {"present": 5}, "what is there was read again"
-    assert archived(target).count(b"\x89KVB\r\n") == 5
-    with opened(place) as catalogue:
-        catalogue.remove(list(catalogue.entries())[:2])
-    assert imported(place, archive) == {"present": 3, "stored": 2}
-    with closing(place.tier(ACME)) as tier:
-        for block, found in zip(
-            blocks_of("a", "b", "c"), tier.load([b.key for b in blocks_of("a", "b", "c")]), strict=True
-        ):
-            assert_same(found, block)
-
-
-@pytest.mark.parametrize("place", ["disk"], indirect=True)
-def test_an_import_stays_within_the_budget(place: Place, tmp_path: Path) -> None:
-    source = Place("disk", str(tmp_path / "source"))
-    source.fill(ACME, blocks_of(*"abcdefgh"))
-    archive = archived(source)
-    room = 40_000  # for three or four, by what each kind of place counts
-    counted = imported(place, archive, room=room)
-    assert sum(counted.values()) == 8
-    with opened(place) as catalogue:
-        sizes = [entry.size for entry in catalogue.entries()]
-    assert 3 <= len(sizes) <= 7
-    assert sum(sizes) <= room
-
-
-def test_an_import_refuses_what_is_damaged(place: Place, tmp_path: Path) -> None:
-    source = Place("disk", str(tmp_path / "source"))
-    fill(source)
-    archive = bytearray(archived(source))
-    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        third = tar.getmembers()[2].offset_data
-    archive[third + 5000] ^= 1  # in its body
-    assert imported(place, bytes(archive)) == {"stored": 4, "damaged": 1}
-
-
 @pytest.mark.parametrize("protection", ["mac", "encrypt"])
 def test_records_with_a_secret_say_so(place: Place, protection: str) -> None:
     records = record_format(of("model"), codec="raw", max_bytes=2**20, protection=protection, key=MAC)
@@ -205,13 +141,8 @@ def test_records_with_a_secret_say_so(place: Place, protection: str) -> None:
     right, wrong = KeyRing([MAC]), KeyRing([b"w" * 32])
     with opened(place) as catalogue:
         for ring, expected in ((KeyRing(), {"locked": 2}), (wrong, {"locked": 2}), (right, {"whole": 1, "damaged": 1})):
-            found = verified(catalogue, catalogue.entries(), keys=ring)
+            found = catalogue.verified(catalogue.entries(), keys=ring)
             assert Counter(finding.verdict.value for _, finding in found) == expected
-    archive = archived(place, keys=right)
-    with opened(place) as catalogue:
-        catalogue.remove(list(catalogue.entries()))
-    assert imported(place, archive) == {Outcome.LOCKED.value: 1}
-    assert imported(place, archive, keys=right) == {"stored": 1}
 
 
 @pytest.mark.parametrize("protection", ["mac", "encrypt"])
@@ -222,7 +153,7 @@ def test_records_of_an_engine_with_a_key_file_are_read_with_it(tmp_path: Path, p
         place.fill(records, blocks_of("a", "b"))
     with opened(place) as catalogue:
         for ring, expected in ((KeyRing([AES]), {"locked": 4}), (KeyRing([AES, MAC]), {"whole": 4})):
-            found = verified(catalogue, catalogue.entries(), keys=ring)
+            found = catalogue.verified(catalogue.entries(), keys=ring)
             assert Counter(finding.verdict.value for _, finding in found) == expected
 
 
@@ -236,10 +167,23 @@ def test_records_that_no_engine_seals_are_locked_and_stop_nothing(place: Place, 
     place.fill(ACME, blocks_of("b"))
     for ring in (KeyRing(), KeyRing([AES, MAC])):
         with opened(place) as catalogue:
-            found = verified(catalogue, catalogue.entries(), keys=ring)
+            found = catalogue.verified(catalogue.entries(), keys=ring)
             assert Counter(finding.verdict.value for _, finding in found) == {"locked": 1, "whole": 1}
-        archive = archived(place, keys=ring)
-        assert imported(place, archive, keys=ring) == {Outcome.PRESENT.value: 1, Outcome.LOCKED.value: 1}
+
+
+def test_a_directory_is_copied_with_tar(tmp_path: Path) -> None:
+    """As docs/cli.md says: the index is made anew from the files."""
+    source, target = Place("disk", str(tmp_path / "source")), Place("disk", str(tmp_path / "target"))
+    fill(source)
+    Path(target.url).mkdir(mode=0o700)
+    archive = ["tar", "-C", source.url, "--exclude=./index-1*", "--exclude=./tmp", "-cf", str(tmp_path / "kv.tar"), "."]
+    subprocess.run(archive, check=True)
+    subprocess.run(["tar", "-C", target.url, "-xf", str(tmp_path / "kv.tar")], check=True)
+    blocks = blocks_of("a", "b", "c")
+    with closing(target.tier(ACME)) as tier:
+        assert tier.contains([block.key for block in blocks]) == [True] * 3
+        for block, found in zip(blocks, tier.load([block.key for block in blocks]), strict=True):
+            assert_same(found, block)
 
 
 # Places that are none
@@ -259,7 +203,7 @@ def test_looking_at_a_directory_changes_nothing(tmp_path: Path) -> None:
     fill(place)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
     with opened(place) as catalogue:
-        list(verified(catalogue, catalogue.entries(), keys=KeyRing()))
+        list(catalogue.verified(catalogue.entries(), keys=KeyRing()))
     after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
     assert {path: at for path, at in after.items() if path.suffix not in (".sqlite-wal", ".sqlite-shm")} == before
 

@@ -155,6 +155,4 @@ def test_the_limit_of_a_server_is_its_own(redis_at: RedisServer) -> None:
     assert catalogue.limit() == 4 * 2**30, "its maxmemory"
     with pytest.raises(ConfigError, match="maxmemory"):
         catalogue.set_limit(SMALL)
-    with pytest.raises(ConfigError, match="maxmemory"):
-        catalogue.tier(RECORDS, capacity_bytes=SMALL)
     catalogue.close()

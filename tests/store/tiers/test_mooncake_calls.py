@@ -324,11 +324,8 @@ def test_memory_is_given_by_who_stores_and_not_by_who_looks(library: Library) ->
     url = f"{URL}?segment=16MiB"
     with closing(open_tier(url)):
         assert library.segment_bytes == 2**24
-    with closing(open_catalogue(url)) as catalogue:
+    with closing(open_catalogue(url)):
         assert library.segment_bytes == 0
-        library.segment_bytes = 1
-        with closing(catalogue.tier(RECORDS, capacity_bytes=None)):
-            assert library.segment_bytes == 0
 
 
 def test_every_failure_of_a_load_is_counted(library: Library) -> None:

@@ -14,7 +14,7 @@ from kvboost.store.admin.redis import RedisCatalogue
 def open_catalogue(place: str, *, create: bool = False) -> Catalogue:
     """The records of a directory or a server: ``redis://`` and its kin, or ``mooncake://``.
 
-    Raises PlaceError if there is no such place; ``create`` makes a directory, for an import.
+    Raises PlaceError if there is no such place; ``create`` makes a directory.
     """
     if is_server(place):
         return RedisCatalogue(place)

@@ -15,14 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvboost.errors import ConfigError, ForeignRecordError, RecordError, RecordVersionError
 from kvboost.store.record.format import RecordFormat, inspect, record_format, space_of
 from kvboost.store.record.header import PAGE, Buffer, RecordHeader, header_length
-from kvboost.store.tiers.base import RecordTier
 from kvboost.store.tiers.base import in_order as submitted_in_order
-from kvboost.types import KVBlock
 
 MAX_RECORD_BYTES = 2**30
 """No larger record is read: its writers stop far below."""
@@ -68,6 +66,11 @@ class Catalogue(ABC):
         """Each whole record, unchecked; None for one that is gone. One that cannot be right comes empty."""
         return in_order(self._pool, self._record, entries)
 
+    def verified(self, entries: Iterable[Entry], *, keys: KeyRing) -> Iterator[tuple[Entry, Finding]]:
+        """Each record and what can be said about it."""
+        for entry, record in self.records(entries):
+            yield entry, check(record, space=entry.space, key=entry.key, keys=keys)
+
     @abstractmethod
     def _head(self, entry: Entry) -> bytes | None:
         """One of :meth:`heads`."""
@@ -83,10 +86,6 @@ class Catalogue(ABC):
     def purge(self, tenant: bytes | None) -> int:
         """Remove everything of a tenant, or of all, of whatever model; how many records there were."""
         return self.remove([entry for entry in self.entries() if tenant in (None, entry.tenant)])
-
-    @abstractmethod
-    def tier(self, records: RecordFormat, *, capacity_bytes: int | None) -> RecordTier[Any]:
-        """A tier of this place to import into. ``capacity_bytes`` is the limit of a place that has none yet."""
 
     @abstractmethod
     def limit(self) -> int | None:
@@ -149,8 +148,6 @@ class Finding:
     reason: str
     """In words; empty for a whole record."""
     header: RecordHeader | None = None
-    block: KVBlock | None = None
-    """The block itself, if it is whole. Its tensors lie in the memory that was checked."""
 
 
 class KeyRing:
@@ -189,8 +186,10 @@ def examine(head: Buffer, *, space: bytes, key: bytes) -> Finding:
     return Finding(Verdict.WHOLE, "", header)
 
 
-def check(record: Buffer, *, space: bytes, key: bytes, keys: KeyRing) -> Finding:
+def check(record: Buffer | None, *, space: bytes, key: bytes, keys: KeyRing) -> Finding:
     """Everything that can be checked about a record that lies under this name."""
+    if record is None:
+        return Finding(Verdict.MISSING, "it is not there any more")
     finding = examine(record, space=space, key=key)
     header = finding.header
     if header is None:
@@ -202,9 +201,10 @@ def check(record: Buffer, *, space: bytes, key: bytes, keys: KeyRing) -> Finding
             return Finding(Verdict.DAMAGED, reason, header)
         return Finding(Verdict.LOCKED, f"it is {_secured(header)} with a key that was not given", header)
     try:
-        return Finding(Verdict.WHOLE, "", header, records.decode(record, key))
+        records.decode(record, key)
     except RecordError as error:
         return Finding(Verdict.DAMAGED, str(error), header)
+    return Finding(Verdict.WHOLE, "", header)
 
 
 def _secured(header: RecordHeader) -> str:

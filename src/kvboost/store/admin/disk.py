@@ -14,12 +14,10 @@ from pathlib import Path
 
 from kvboost.errors import PlaceError
 from kvboost.store.admin.base import MAX_RECORD_BYTES, Catalogue, Entry, examine, head_of
-from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.disk.database import IndexUnavailableError, IndexView, is_damaged
 from kvboost.store.tiers.disk.directory import claim, index_lock
 from kvboost.store.tiers.disk.files import Files, Layout, Presence, read_capacity, write_capacity
 from kvboost.store.tiers.disk.index import BETWEEN_STEPS_S, ChunkIndex, Room
-from kvboost.store.tiers.disk.tier import DiskTier
 from kvboost.types import Namespace
 
 _AT_ONCE = 64  # chunks in one transaction: others must get their turn
@@ -31,7 +29,7 @@ class DiskCatalogue(Catalogue):
     """A directory that disk tiers share."""
 
     def __init__(self, directory: Path, *, create: bool = False) -> None:
-        """Raises PlaceError if it is no cache directory, unless an import shall ``create`` one."""
+        """Raises PlaceError if it is no cache directory, unless ``create`` makes one."""
         self._layout = Layout(directory.expanduser().absolute())
         super().__init__(str(self._layout.directory))
         self._files = Files()
@@ -103,10 +101,6 @@ class DiskCatalogue(Catalogue):
                 raise
         with closing(index) if index is not None else nullcontext():
             yield index
-
-    def tier(self, records: RecordFormat, *, capacity_bytes: int | None) -> DiskTier:
-        """A disk tier in this directory."""
-        return DiskTier(self._layout.directory, capacity_bytes=capacity_bytes, records=records)
 
     def limit(self) -> int | None:
         """Of the whole directory."""

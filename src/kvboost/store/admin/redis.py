@@ -1,7 +1,7 @@
 """The records of a Redis or Valkey server, or of a cluster, by a scan of their names.
 
 Used by ``kvboost cache``. Invariant: no length that the server or a record names is believed beyond the largest
-record's. A Mooncake Store tells no names: it can be imported into and purged, and nothing of it is listed.
+record's. A Mooncake Store tells no names: it can be purged, and nothing of it is listed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from typing import NoReturn
 
 from kvboost.errors import ConfigError, PlaceError
 from kvboost.store.admin.base import MAX_RECORD_BYTES, Catalogue, Entry, head_of
-from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.mooncake import giving_nothing
-from kvboost.store.tiers.redis.tier import PREFIX, RedisTier, open_values
+from kvboost.store.tiers.redis.tier import PREFIX, open_values
 from kvboost.store.tiers.redis.values import FORMAT, RedisValues
 from kvboost.store.tiers.remote import Patience, RefusedError, UnavailableError
 
@@ -91,22 +90,13 @@ class RedisCatalogue(Catalogue):
         with self._used():
             return self._values.purge("" if tenant is None else tenant.hex())
 
-    def tier(self, records: RecordFormat, *, capacity_bytes: int | None) -> RedisTier:
-        """A Redis tier on this server."""
-        if capacity_bytes is not None:
-            raise self._own_limit()
-        return RedisTier(self._url, records=records, timeout_s=_TIMEOUT_S)
-
     def limit(self) -> int | None:
         """The server's own."""
         return self._values.capacity_bytes
 
     def set_limit(self, capacity: int) -> None:
         """Raises ConfigError: the limit is the server's own."""
-        raise self._own_limit()
-
-    def _own_limit(self) -> ConfigError:
-        return ConfigError(
+        raise ConfigError(
             f"the limit of {self.place} is its own; set it there (Redis: maxmemory, maxmemory-policy allkeys-lru)"
         )
 
@@ -122,7 +112,7 @@ class RedisCatalogue(Catalogue):
 
     def _listed(self) -> RedisValues:
         if not isinstance(self._values, RedisValues):
-            raise PlaceError(f"{self.place} does not tell what it holds; it can be purged, and imported into")
+            raise PlaceError(f"{self.place} does not tell what it holds; it can only be purged")
         return self._values
 
     @contextmanager
