@@ -1,5 +1,6 @@
-"""The picture of ``kvboost explain``: a log with a date in line 2, dropped turns and shuffled passages, then a browser.
+"""The picture that ``examples/explain/page.py`` draws of a made-up log, taken by a browser.
 
+The log has a date in line 2, dropped turns and shuffled passages.
 Only the model's tokenizer is used. Needs Debian's ``chromium``.
 """
 
@@ -18,6 +19,7 @@ from benchmarks.serve.screenshot import find_browser, take
 
 QUICK = {"out": Path(tempfile.gettempdir()) / "kvboost-explain.png"}
 
+_PROGRAM = Path(__file__).parents[2] / "examples" / "explain" / "page.py"
 _TOPICS = ("loans", "the reading room", "printing", "lost cards", "fines", "the archive", "guided tours", "quiet hours")
 _RULES = "\n".join(
     f"Rule {n}. When a visitor asks about {t}, name the desk, the hours and the fee." for n, t in enumerate(_TOPICS, 1)
@@ -55,11 +57,14 @@ def run(args: argparse.Namespace) -> Report:
             str(log),
             "--model",
             str(args.model),
-            "--html",
-            str(page),
+            "--json",
+            "--tokens-per-second",
+            "400",
         ]
-        command += ["--json", "--tokens-per-second", "400"]
-        explained = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        said = Path(folder) / "explain.json"
+        said.write_bytes(subprocess.run(command, check=True, capture_output=True).stdout)
+        explained = json.loads(said.read_text())
+        subprocess.run([sys.executable, str(_PROGRAM), str(said), "--out", str(page)], check=True, capture_output=True)
         take(chromium, page.as_uri(), picture, dark=args.dark, window=args.window)
     report = Report("explain_page")
     table = report.table("Faults in a made-up log", ["fault", "tokens"], model=args.model)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import runpy
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -14,7 +16,7 @@ from kvboost.core.keys import token_array
 from kvboost.errors import ConfigError
 from kvboost.explain.faults import FaultKind
 from kvboost.explain.replay import LoggedPrompt, read_log
-from kvboost.explain.report import Explanation, explain, html_page, text_report
+from kvboost.explain.report import Explanation, explain, text_report
 from kvboost.types import Break
 
 Chat = list[tuple[str, str]]
@@ -197,6 +199,12 @@ def unrelated() -> list[str]:
     return [prose(900 + n, 30) for n in range(10)]
 
 
+def page_of(found: Explanation) -> str:
+    """As the example draws it."""
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "explain" / "page.py"))
+    return str(example["html_page"](json.loads(json.dumps(found.as_dict()))))
+
+
 def growing_chat() -> list[str]:
     return [keeps(chat) for chat in agent_chat()]
 
@@ -206,7 +214,7 @@ def test_a_log_without_a_fault_has_none(log: Callable[[], list[str]]) -> None:
     found = explained(log())
     assert found.faults == ()
     assert "No fault found" in text_report(found)
-    assert "No fault found" in html_page(found)
+    assert "No fault found" in page_of(found)
 
 
 def test_bars_count_every_token_once_and_exact_ones_are_those_shared() -> None:
@@ -229,7 +237,7 @@ def test_the_end_of_an_earlier_prompt_counts_as_reused() -> None:
 
 def test_the_page_escapes_prompts_and_runs_nothing() -> None:
     texts = with_value("<script>alert({})</script>", [f"1{n}" for n in range(16)])
-    page = html_page(explained(texts, rate=50.0))
+    page = page_of(explained(texts, rate=50.0))
     assert "<script" not in page
     assert "&lt;script&gt;alert([" in page
     assert "http" not in page.replace("http-equiv", "")

@@ -46,18 +46,13 @@ def explain(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a picture of it: one HTML file that needs nothing else.")
-    ] = None,
 ) -> None:
     """Show where the reuse of your prompts breaks and why, what that costs, and what to change."""
     from kvboost.explain.replay import read_log
     from kvboost.explain.report import explain as explain_log
-    from kvboost.explain.report import html_page, text_report
+    from kvboost.explain.report import text_report
 
     records = read_log(log)
-    if html is not None and not html.expanduser().resolve().parent.is_dir():
-        raise ConfigError(f"there is no folder to write {html} into; create it first")
     note(f"loading the tokenizer of {model}")  # before Transformers is imported, which may take seconds
     from kvboost.hf.breaks import break_table
     from kvboost.hf.loading import ModelSource, load_tokenizer
@@ -72,9 +67,6 @@ def explain(
             progress=bar.update,
         )
     print(json.dumps(explanation.as_dict()) if as_json else text_report(explanation), end="\n" if as_json else "")
-    if html is not None:
-        html.expanduser().write_text(html_page(explanation), encoding="utf-8")
-        note(f"written to {html}")
 
 
 def calibrate(

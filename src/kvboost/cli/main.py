@@ -61,7 +61,7 @@ app.command("map", epilog="Example:  kvboost map ./model prompts.jsonl answers.j
 app.command(epilog="Example:  kvboost warm ./model docs/ --quality auto --disk-cache-dir ~/.cache/kvboost/kv")(warm)
 app.command(epilog="Example:  kvboost doctor ./model --context 32768 --batch 4")(doctor)
 app.command(epilog="Example:  kvboost calibrate ./model --prompts traffic.jsonl --tolerated 0.05")(calibrate)
-app.command(epilog="Example:  kvboost explain prompts.jsonl --model ./model --html explain.html")(explain)
+app.command(epilog="Example:  kvboost explain prompts.jsonl --model ./model")(explain)
 app.add_typer(bench.app, name="bench", epilog="Example:  kvboost bench ./model --tokens 1000")
 app.add_typer(cache.app, name="cache", epilog="Example:  kvboost cache stat ~/.cache/kvboost/kv")
 

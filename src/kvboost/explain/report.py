@@ -1,17 +1,14 @@
-"""What became of a log of prompts, a bar for each, and the faults: as data, as text and as one HTML file.
+"""What became of a log of prompts, a bar for each, and the faults: as data and as text.
 
-Made by :func:`explain` for ``kvboost explain``. Invariant: in HTML the text of prompts is escaped, and the page runs no
-script.
+Made by :func:`explain` for ``kvboost explain``; ``examples/explain/page.py`` draws the data as a page. Invariant: every
+token of a prompt is in one run of its bar.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from html import escape
-from importlib.resources import files
 from itertools import groupby
-from string import Template
 from typing import Any
 
 import numpy as np
@@ -24,7 +21,7 @@ from kvboost.explain.replay import LoggedPrompt, Replay, Replayed
 CHUNK_TOKENS = 32
 EXACT, KNOWN, NEW = "exact", "known", "new"
 _WIDTH = 48
-_TEXT_BARS, _PAGE_BARS = 40, 200  # at most
+_BARS = 40  # at most
 _SIGNS = {EXACT: "#", KNOWN: "+", NEW: "."}
 
 
@@ -138,7 +135,8 @@ def _runs(replayed: Replayed) -> tuple[tuple[str, int], ...]:
 
 def text_report(explanation: Explanation) -> str:
     """Everything a person needs, in lines."""
-    bars = shown_bars(explanation, most=_TEXT_BARS)
+    worst = {id(bar) for bar in sorted(explanation.bars, key=lambda bar: -bar.lost)[:_BARS]}
+    bars = [bar for bar in explanation.bars if id(bar) in worst]
     longest = max(bar.tokens for bar in explanation.bars)
     lines = [f"{len(explanation.bars)} prompts, {explanation.tokens:,} tokens; in a cache that keeps everything:"]
     for sign, words, kind in (
@@ -166,13 +164,6 @@ def text_report(explanation: Explanation) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def shown_bars(explanation: Explanation, *, most: int) -> list[PromptBar]:
-    """All prompts in the log's order; of a long log those that lost most."""
-    worst = sorted(explanation.bars, key=lambda bar: -bar.lost)[:most]
-    chosen = {id(bar) for bar in worst}
-    return [bar for bar in explanation.bars if id(bar) in chosen]
-
-
 def _bar(bar: PromptBar, longest: int) -> str:
     """As long as the prompt, beside the longest one."""
     width = max(1, round(_WIDTH * bar.tokens / longest))
@@ -180,60 +171,3 @@ def _bar(bar: PromptBar, longest: int) -> str:
     signs = [_SIGNS[kinds[min(len(kinds) - 1, at * len(kinds) // width)]] for at in range(width)]
     signs.insert(round(width * bar.common / max(1, bar.tokens)), "|")
     return "".join(signs)
-
-
-def html_page(explanation: Explanation) -> str:
-    """The page, with a bar for each prompt; of a long log for those that lost most."""
-    template = Template(files("kvboost.explain").joinpath("page.html").read_text(encoding="utf-8"))
-    bars = shown_bars(explanation, most=_PAGE_BARS)
-    longest = max(bar.tokens for bar in explanation.bars)
-    hidden = len(bars) < len(explanation.bars)
-    note = f"The {len(bars)} of {len(explanation.bars)} prompts that lost most are shown." if hidden else ""
-    return template.substitute(
-        summary=f"{len(explanation.bars)} prompts, {explanation.tokens:,} tokens, in a cache that keeps everything.",
-        cards="".join(_cards(explanation)),
-        faults="".join(_fault(explanation, fault) for fault in explanation.faults) or _NO_FAULT,
-        rows="\n    ".join(_row(bar, longest) for bar in bars),
-        note=f'<p class="small soft" style="margin-top:8px">{note}</p>' if note else "",
-    )
-
-
-_NO_FAULT = '<section class="card"><h2>No fault found</h2><p>What can be reused exactly is.</p></section>'
-
-
-def _cards(explanation: Explanation) -> list[str]:
-    shown = [
-        ("Reused exactly", explanation.count(EXACT)),
-        ("Known, but behind other text", explanation.count(KNOWN)),
-        ("New", explanation.count(NEW)),
-        ("Lost by the faults below", sum(fault.tokens for fault in explanation.faults)),
-    ]
-    return [
-        f'<div class="card"><div class="soft small">{name}</div>'
-        f'<div class="number">{100 * tokens / max(1, explanation.tokens):.1f} %</div>'
-        f'<div class="soft small">{_amount(explanation, tokens)}</div></div>'
-        for name, tokens in shown
-    ]
-
-
-def _amount(explanation: Explanation, tokens: int) -> str:
-    seconds = explanation.seconds(tokens)
-    return f"{tokens:,} tokens" + (f", {seconds:,.1f} s" if seconds is not None else "")
-
-
-def _fault(explanation: Explanation, fault: Fault) -> str:
-    return (
-        f'<section class="card fault"><header><h2>{escape(fault.title)}</h2>'
-        f'<span class="cost">{explanation.cost(fault.tokens)} in {len(fault.lines)} prompts</span></header>'
-        f"<code>{escape(fault.evidence)}</code><p>{escape(fault.change)}</p></section>\n  "
-    )
-
-
-def _row(bar: PromptBar, longest: int) -> str:
-    runs = "".join(f'<i class="{kind}" style="width:{100 * tokens / longest:.3f}%"></i>' for kind, tokens in bar.runs)
-    mark = f'<i class="break" style="left:{100 * bar.common / longest:.3f}%"></i>' if bar.common else ""
-    counts = ", ".join(f"{bar.count(kind)} {kind}" for kind in (EXACT, KNOWN, NEW))
-    return (
-        f'<div class="row small" title="{counts}"><span class="soft">{bar.line}</span>'
-        f'<span class="bar">{runs}{mark}</span><span>{bar.tokens:,}</span><span>{bar.lost or ""}</span></div>'
-    )
