@@ -86,21 +86,6 @@ def test_stat_counts_by_space(filled: Place, kvboost: Said) -> None:
     assert kvboost.out.splitlines()[-1].startswith("5 records, ")
 
 
-def test_inspect_says_everything_about_one(filled: Place, kvboost: Said) -> None:
-    b = blocks_of("a", "b")[1]
-    told = kvboost.json("inspect", filled.url, b.key.hex()[:10].upper())
-    assert told["state"] == "whole"
-    assert told["tensors"] == [[1, "uint8", [333]], [1, "uint8", [667]]]
-    filled.change(ACME, b.key)
-    assert kvboost("inspect", filled.url, b.key.hex()) == 0
-    assert "damaged" in kvboost.out
-    assert "does not match its checksum" in kvboost.out
-    assert kvboost("inspect", filled.url, "ffffffffff") == 2
-    assert "no record's key begins with ffffffffff" in kvboost.err
-    assert kvboost("inspect", filled.url, "xyz") == 2
-    assert len(kvboost.err.strip().splitlines()) == 1
-
-
 def test_verify_finds_a_damaged_record(filled: Place, kvboost: Said) -> None:
     assert kvboost("verify", filled.url) == 0
     assert kvboost.out == "5 whole\n"
@@ -117,21 +102,19 @@ def test_verify_finds_a_damaged_record(filled: Place, kvboost: Said) -> None:
     assert kvboost.out == "4 whole\n"
 
 
-def test_rm_and_purge(filled: Place, kvboost: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_purge(filled: Place, kvboost: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-    a, b, c = (block.key.hex() for block in blocks_of("a", "b", "c"))
-    assert kvboost.json("rm", filled.url, b[:12], c) == {"removed": 2}
-    for arguments in (["rm", filled.url], ["rm", filled.url, a, "--space", "0000"]):
-        assert kvboost(*arguments) == 2
+    space = NOBODY.space.hex()
+    for arguments in (["--tenant", "acme", "--space", space], ["--all", "--space", space], []):
+        assert kvboost("purge", filled.url, *arguments, "--yes") == 2
         assert "say what to remove" in kvboost.err
-    assert kvboost("rm", filled.url, a, "0123456789") == 2, "one that is not there"
-    for arguments in (["rm", filled.url, "--space", NOBODY.space.hex()], ["purge", filled.url, "--tenant", "acme"]):
-        assert kvboost(*arguments) == 2
+    for arguments in (["--space", space], ["--tenant", "acme"], ["--all"]):
+        assert kvboost("purge", filled.url, *arguments) == 2
         assert "--yes" in kvboost.err
-    assert kvboost.json("stat", filled.url)["records"] == 3, "something went without a yes"
-    assert kvboost.json("rm", filled.url, "--space", NOBODY.space.hex()[:6], "--yes") == {"removed": 2}
+    assert kvboost.json("stat", filled.url)["records"] == 5, "something went without a yes"
+    assert kvboost.json("purge", filled.url, "--space", space[:6], "--yes") == {"removed": 2}
     assert kvboost.json("purge", filled.url, "--tenant", "other", "--yes") == {"removed": 0}
-    assert kvboost.json("purge", filled.url, "--tenant", "acme", "-y") == {"removed": 1}
+    assert kvboost.json("purge", filled.url, "--tenant", "acme", "-y") == {"removed": 3}
     assert kvboost.json("stat", filled.url)["records"] == 0
 
 
@@ -169,9 +152,6 @@ def test_records_with_a_secret(kvboost: Said, tmp_path: Path) -> None:
     assert kvboost("verify", place.url) == 0
     assert kvboost.out == "2 locked\n"
     assert "--key-file" in kvboost.err
-    told = kvboost.json("inspect", place.url, blocks_of("a")[0].key.hex())
-    assert (told["state"], told["encrypted"], told["sealed"]) == ("locked", True, True)
-    assert "encrypted with a key that was not given" in told["reason"]
     assert kvboost("ls", place.url) == 0
     assert kvboost.out.count("encrypted") == 2
     assert kvboost.json("verify", place.url, "--key-file", wrong)["locked"] == 2
@@ -191,9 +171,9 @@ def test_records_with_a_secret(kvboost: Said, tmp_path: Path) -> None:
         (["verify", "redis://:secret@127.0.0.1:{port}/0"], "check that it runs"),
         (["verify", "ftp://host/x"], "give a cache directory, redis://HOST:PORT"),
         (["ls", "{tmp}/file"], "is no directory"),
-        (["rm", "{cache}", "abc"], "4 hexadecimal digits"),
+        (["purge", "{cache}", "--space", "abc"], "4 hexadecimal digits"),
         (["ls", "{cache}", "--space", "ffff"], "no space begins with ffff"),
-        (["purge", "{cache}"], "say what to remove: --tenant NAME, or --all"),
+        (["purge", "{cache}"], "say what to remove: --tenant NAME, --space HEX, or --all"),
     ],
 )
 def test_a_mistake_is_one_line(kvboost: Said, tmp_path: Path, arguments: list[str], message: str) -> None:

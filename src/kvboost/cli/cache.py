@@ -1,6 +1,6 @@
 """``kvboost cache``: manage the chunk records of a directory or a Redis server.
 
-Called by :mod:`kvboost.cli.main`. It needs no model: records say what they are. Invariants: only ``rm``, ``purge``,
+Called by :mod:`kvboost.cli.main`. It needs no model: records say what they are. Invariants: only ``purge``,
 ``limit SIZE`` and ``verify --remove`` change anything; with ``--json`` the output is JSON and nothing else.
 """
 
@@ -96,31 +96,6 @@ def list_records(
         print(f"{total - table.row_count} more; --limit 0 shows all")
 
 
-@app.command("inspect", epilog="Example:  kvboost cache inspect ~/.cache/kvboost/kv 3fa9c1d2")
-def inspect_record(
-    place: Place,
-    key: Annotated[str, typer.Argument(metavar="KEY", help="The key's first digits.")],
-    *,
-    key_file: Keys = None,
-    as_json: AsJson = False,
-) -> None:
-    """Show all about one record: its header, and whether it is intact."""
-    with records.open_location(place) as catalogue:
-        entries = records.find_by_key(catalogue, [key])
-        ((entry, finding),) = catalogue.verified(entries, keys=records.read_key_files(key_file))
-        heads = dict(catalogue.heads([entry]))
-    row = records.describe_record(entry, heads[entry]) | {
-        "state": finding.verdict.value,
-        "reason": finding.reason or None,
-    }
-    if as_json:
-        print(json.dumps(row))
-        return
-    row.pop("used_at_s")
-    for name, value in row.items():
-        print(f"{name.replace('_', ' '):<16}{'-' if value is None else value}")
-
-
 @app.command("stat", epilog="Example:  kvboost cache stat redis://127.0.0.1:6379/0 --json")
 def statistics(place: Place, *, as_json: AsJson = False) -> None:
     """Show how much is stored, by space: a model with its settings, a tenant and a codec."""
@@ -169,28 +144,6 @@ def statistics(place: Place, *, as_json: AsJson = False) -> None:
     print(f"{totals['records']} records, {size(totals['bytes'])} in {name}")
 
 
-@app.command("rm", epilog="Example:  kvboost cache rm ~/.cache/kvboost/kv 3fa9c1d2   or   ... --space 81c0aa12")
-def remove(
-    place: Place,
-    keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY]...", help="First digits of keys.")] = None,
-    *,
-    space: Space = None,
-    yes: Yes = False,
-    as_json: AsJson = False,
-) -> None:
-    """Remove records: those named, or all of a space. Engines that run keep what they have in memory."""
-    if bool(keys) == (space is not None):
-        raise ConfigError("say what to remove: the keys' first digits, or --space")
-    with records.open_location(place) as catalogue:
-        if keys:
-            entries = records.find_by_key(catalogue, keys)
-        else:
-            entries = list(records.select_records(catalogue, None, space))
-            records.confirm(f"Remove {len(entries)} records from {catalogue.place}?", yes)
-        removed = catalogue.remove(entries)
-    print(json.dumps({"removed": removed}) if as_json else f"{removed} records removed")
-
-
 @app.command("purge", epilog="Example:  kvboost cache purge ~/.cache/kvboost/kv --tenant acme --yes")
 def purge(
     place: Place,
@@ -198,20 +151,26 @@ def purge(
     tenant: Annotated[
         str | None, typer.Option("--tenant", metavar="NAME", help="Whose; an engine's tenant setting.")
     ] = None,
+    space: Space = None,
     everything: Annotated[bool, typer.Option("--all", help="Of every tenant, also of those that are no more.")] = False,
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove everything of a tenant, or of all, of every model.
+    """Remove everything of a tenant or of a space, or all.
 
     Engines that run keep what they have in memory, and write it again: clear those first (POST /v1/cache/clear).
     """
-    if everything == (tenant is not None):
-        raise ConfigError("say what to remove: --tenant NAME, or --all")
+    if [everything, tenant is not None, space is not None].count(True) != 1:
+        raise ConfigError("say what to remove: --tenant NAME, --space HEX, or --all")
     with records.open_location(place) as catalogue:
-        whose = f"of tenant {tenant!r} " if tenant is not None else ""
+        # Before the question: digits that name no space, or several, remove nothing.
+        entries = list(records.select_records(catalogue, None, space)) if space is not None else []
+        whose = f"of tenant {tenant!r} " if tenant is not None else f"of space {space} " if space is not None else ""
         records.confirm(f"Remove everything {whose}from {catalogue.place}?", yes)
-        removed = catalogue.purge(tenant_digest(tenant) if tenant is not None else None)
+        if space is not None:
+            removed = catalogue.remove(entries)
+        else:
+            removed = catalogue.purge(tenant_digest(tenant) if tenant is not None else None)
     if tenant is not None and not removed:
         note(f"nothing of a tenant {tenant!r} is here; tenants of a server have the names that GET /v1/cache lists")
     print(json.dumps({"removed": removed}) if as_json else f"{removed} records removed")

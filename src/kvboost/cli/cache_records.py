@@ -50,21 +50,6 @@ def select_records(catalogue: Catalogue, tenant: str | None, space: str | None) 
         raise ConfigError(f"no space begins with {wanted}; see kvboost cache stat {catalogue.place}")
 
 
-def find_by_key(catalogue: Catalogue, prefixes: Sequence[str]) -> list[Entry]:
-    """For each prefix, the one record whose key begins with it."""
-    wanted = {_digits(prefix): [] for prefix in prefixes}  # type: dict[str, list[Entry]]
-    for entry in catalogue.entries():
-        for prefix, found in wanted.items():
-            if entry.key.hex().startswith(prefix):
-                found.append(entry)
-    for prefix, found in wanted.items():
-        if not found:
-            raise ConfigError(f"no record's key begins with {prefix}; see kvboost cache ls {catalogue.place}")
-        if len(found) > 1:
-            raise ConfigError(f"{len(found)} records' keys begin with {prefix}; give more digits")
-    return [found[0] for found in wanted.values()]
-
-
 def _digits(prefix: str) -> str:
     lower = prefix.lower()
     if len(lower) < _MIN_DIGITS or any(letter not in "0123456789abcdef" for letter in lower):
@@ -97,7 +82,7 @@ def parse_limit(text: str, *, name: str) -> int:
     """A limit in bytes. Raises ConfigError, also for none: that would keep nothing."""
     limit = parse_bytes(text, name=name)
     if limit == 0:
-        raise ConfigError(f"{name} {text} would keep nothing; give a size such as 20GiB (purge and rm remove records)")
+        raise ConfigError(f"{name} {text} would keep nothing; give a size such as 20GiB (purge removes records)")
     return limit
 
 
