@@ -19,6 +19,7 @@ from rich.table import Table
 
 from kvboost.cli import cache_records as records
 from kvboost.cli.output import age, note, progress, size
+from kvboost.config import parse_bytes
 from kvboost.errors import ConfigError
 from kvboost.types import tenant_digest
 
@@ -192,7 +193,9 @@ def limit(
     What is beyond a smaller limit is evicted now, the least recently used first.
     """
     evicted = 0
-    wanted = records.parse_limit(limit, name="SIZE") if limit is not None else None
+    wanted = parse_bytes(limit, name="SIZE") if limit is not None else None
+    if wanted == 0:
+        raise ConfigError(f"SIZE {limit} would keep nothing; give a size such as 20GiB (purge removes records)")
     with records.open_location(place, create=wanted is not None) as catalogue:
         if wanted is not None:
             catalogue.set_limit(wanted)
@@ -236,11 +239,13 @@ def verify(
         removed = catalogue.remove([entry for entry, _ in damaged]) if remove_damaged else 0
     if as_json:
         reports = [{"key": e.key.hex(), "space": e.space.hex(), "reason": finding.reason} for e, finding in damaged]
-        print(json.dumps({**records.json_counts(counts), "removed": removed, "damage": reports}))
+        found_by_name = {name.replace(" ", "_"): count for name, count in counts.items()}
+        print(json.dumps({**found_by_name, "removed": removed, "damage": reports}))
     else:
         for entry, finding in damaged:
             print(f"{entry.key.hex()[:12]} in {entry.space.hex()[:8]}: {finding.reason}")
-        print(records.count_summary(counts) + (f"; {removed} removed" if remove_damaged else ""))
+        said = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "no records"
+        print(said + (f"; {removed} removed" if remove_damaged else ""))
         if counts[Verdict.LOCKED.value]:
             note("give the keys of the locked ones with --key-file to check them")
     if damaged:

@@ -7,7 +7,6 @@ where to look.
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from datetime import UTC, datetime
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
-from kvboost.config import parse_bytes
 from kvboost.errors import ConfigError
 from kvboost.types import tenant_digest
 
@@ -76,14 +74,6 @@ def confirm(question: str, yes: bool) -> None:
         raise ConfigError(f"{question} There is no terminal to answer on; give --yes")
     if not typer.confirm(question, err=True):
         raise typer.Abort
-
-
-def parse_limit(text: str, *, name: str) -> int:
-    """A limit in bytes. Raises ConfigError, also for none: that would keep nothing."""
-    limit = parse_bytes(text, name=name)
-    if limit == 0:
-        raise ConfigError(f"{name} {text} would keep nothing; give a size such as 20GiB (purge removes records)")
-    return limit
 
 
 def parse_header(entry: Entry, head: bytes | None) -> RecordHeader | None:
@@ -164,16 +154,6 @@ def to_hex(digest: bytes | None) -> str | None:
 def iso_time(seconds: float | None) -> str | None:
     """A time as scripts read it."""
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
-
-
-def json_counts(counts: Counter[str]) -> dict[str, int]:
-    """Counts by names that need no quotes."""
-    return {name.replace(" ", "_"): count for name, count in counts.items()}
-
-
-def count_summary(counts: Counter[str]) -> str:
-    """Counts in words."""
-    return ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "no records"
 
 
 def console() -> Console:
