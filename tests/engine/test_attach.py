@@ -249,6 +249,69 @@ def test_weights_that_change_invalidate_by_themselves(model: Any) -> None:
         assert reused(attached.engine) == 0
 
 
+@pytest.mark.parametrize("how", ["fused", "foreach"])
+def test_an_optimizer_step_invalidates(model: Any, how: str) -> None:
+    """Fused optimizers, the default of Transformers' Trainer, write to weights without a trace in the tensors."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **{how: True})
+    other = torch.nn.Linear(2, 2)
+    unrelated, version = torch.optim.AdamW(other.parameters(), fused=True), other.weight._version
+    with kvboost.attach(model, chunk_size=16) as attached:
+        model.generate(torch.tensor([PROMPT]), **_GREEDY)
+        other(torch.ones(2)).sum().backward()
+        unrelated.step()
+        model.generate(torch.tensor([PROMPT]), **_GREEDY)
+        known = reused(attached.engine)
+        assert known > 0
+        model(torch.tensor([PROMPT]), labels=torch.tensor([PROMPT])).loss.backward()
+        optimizer.step()
+        fresh = copy.deepcopy(model)
+        assert model.generate(torch.tensor([PROMPT]), **_GREEDY).tolist() == (
+            fresh.generate(torch.tensor([PROMPT]), **_GREEDY).tolist()
+        )
+        assert reused(attached.engine) == known
+    assert other.weight._version == version  # it is no business of ours
+
+
+@pytest.mark.parametrize("prompts", [padded([PROMPT]), padded(ROWS[:2])])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_a_forward_in_autocast_reads_the_prompt_in_it_too(
+    model: Any, prompts: dict[str, torch.Tensor], autocast: bool
+) -> None:
+    """As accelerate sets it for training in mixed precision."""
+    model = copy.deepcopy(model)
+    seen: list[bool] = []
+
+    def ask() -> Any:
+        seen.clear()
+        return model.generate(**prompts, **_GREEDY).tolist()
+
+    with kvboost.attach(model, chunk_size=16) as attached:
+        plain_precision = ask()
+        model.forward = torch.autocast("cpu", torch.bfloat16, enabled=autocast)(model.forward)
+        model.get_decoder().register_forward_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+        cold = reused(attached.engine)  # rows of a batch reuse each other
+        found = ask()
+        assert seen
+        assert set(seen) == {autocast}
+        assert (reused(attached.engine) == 2 * cold) == autocast  # what was read in another precision is not reused
+        assert ask() == found
+        assert reused(attached.engine) > 3 * cold
+    assert ask() == found
+    assert autocast or found == plain_precision
+
+
+def test_a_token_that_pads_and_ends_is_no_padding(model: Any) -> None:
+    """In chats it often ends every message, and smolagents gives no attention mask."""
+    prompt = torch.tensor([[*PROMPT[:40], 0, *PROMPT[40:]]])
+    given = {**_GREEDY, "eos_token_id": [0, 2]}
+    plain = model.generate(prompt, **given)
+    with kvboost.attach(model, chunk_size=16) as attached:
+        for _ in range(2):
+            assert model.generate(prompt, **given).tolist() == plain.tolist()
+        assert reused(attached.engine) > 0
+
+
 def test_a_copy_of_the_model_has_its_own_generate(attached: Attached, model: Any) -> None:
     copied = copy.deepcopy(model)
     model.generate(torch.tensor([PROMPT]), **_GREEDY)

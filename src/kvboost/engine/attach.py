@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import update_wrapper
 from inspect import signature
 from types import MethodType, TracebackType
@@ -27,6 +28,7 @@ from kvboost.hf.cache import SlabCache
 from kvboost.hf.generate import (
     PREPARED,
     check_allowed,
+    end_token_ids,
     new_tokens_of,
     own_generate,
     pad_token_id,
@@ -121,9 +123,10 @@ class _Generate:
                 reason = session.refusal(len(longest)) or self._why_not(rows, options)
             if session is not None and reason is None:
                 try:
-                    if len(rows.tokens) == 1 and len(longest) == rows.padded:
-                        return self._single(session, longest, options)
-                    return self._together(session, rows, arguments, options)
+                    with self._autocast():
+                        if len(rows.tokens) == 1 and len(longest) == rows.padded:
+                            return self._single(session, longest, options)
+                        return self._together(session, rows, arguments, options)
                 except CapacityError as error:  # raised before anything is computed
                     reason = str(error)
         self._pass_on(reason)
@@ -156,7 +159,8 @@ class _Generate:
             return None, options, str(error)
         if mask is None:
             pad = pad_token_id(self._model, options)
-            if pad is not None and bool((ids == pad).any()):
+            # A token that pads and ends, as in many chats, is not taken for padding by Transformers either.
+            if pad is not None and pad not in end_token_ids(self._model, options) and bool((ids == pad).any()):
                 return None, options, "its padding is not told by an attention_mask"
             return _Rows(ids.tolist(), ids.shape[1]), options, None
         if mask.shape != ids.shape or not bool(mask[:, -1].all()) or bool((mask.long().diff(dim=1) < 0).any()):
@@ -192,6 +196,21 @@ class _Generate:
         if layout.states:
             return "padded prompts of a model with recurrent layers are not put together in a cache"
         return "a draft proposes for one prompt at a time" if drafted else None
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """The autocast of a forward that was set on the model, as accelerate's: the engine computes beneath it."""
+        if "forward" not in vars(self._model):
+            return nullcontext()
+        runner, seen = self._engine.parts.runner, []
+        kind = runner.device.type
+        hook = self._model.get_input_embeddings().register_forward_pre_hook(
+            lambda *_: seen.append((torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)))
+        )
+        try:
+            runner.decode(0, None)
+        finally:
+            hook.remove()
+        return torch.autocast(kind, *seen[0])
 
     def _single(self, session: Session, tokens: list[int], options: dict[str, Any]) -> Any:
         """One prompt, as the engine generates."""

@@ -18,8 +18,10 @@ import threading
 import uuid
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from weakref import ref
 
 from torch.autograd.graph import increment_version
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from kvboost.errors import ConfigError
 from kvboost.hf.attention import registered
@@ -43,6 +45,7 @@ from kvboost.types import ModelSnapshot
 # Do not affect the numbers: where the files are, and what wrote them.
 CONFIG_NOISE = ("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype")
 _MAX_ATTEMPTS = 3
+_models: list[ref[Any]] = []  # with an engine
 
 
 class ModelState(NamedTuple):
@@ -82,6 +85,9 @@ class ModelIdentity:
         self._config_and_rope = (_config_digest(model), _rope_digest(model))
         self._code = f"code={code_digest()},{model_code_digest(model)}"
         self._made_for = _place_and_type(model)
+        if not _models:
+            register_optimizer_step_post_hook(_stepped)
+        _models.append(ref(model))
 
     def measured(self, layout: KVLayout, *, steps: str) -> None:
         """Call once it is known how the model's KV looks and how it is stepped; digests of its weights stay."""
@@ -236,6 +242,13 @@ class ModelIdentity:
         if now != to_decode or not _switches_experts_to_decode(self._model):
             self._experts = now
         return self._experts
+
+
+def _stepped(optimizer: Any, *_: Any) -> None:
+    """Count a step as a write to what it trains: fused optimizers, the default of Transformers' Trainer, do not."""
+    trained = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+    for model in filter(None, [known() for known in _models]):
+        increment_version([weight for weight in model.parameters() if id(weight) in trained])
 
 
 def _place_and_type(model: Any) -> str:
