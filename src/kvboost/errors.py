@@ -63,7 +63,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "otel": ("opentelemetry",),
     "fleet": ("zmq", "msgspec"),
     "ray": ("ray",),
-    "evals": ("lm_eval",),
+    "evals": ("lm_eval", "lighteval"),
 }
 """What can be imported once an extra is installed."""
 

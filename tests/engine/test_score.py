@@ -74,35 +74,65 @@ def test_the_greedy_answer_is_known_as_such(tiny: Tiny) -> None:
         assert [score.is_greedy for score in engine.score(CONTEXT, [answer, other, answer[:1]])] == [True, False, True]
 
 
-def test_single_tokens_are_read_in_one_row(tiny: Tiny) -> None:
-    model, read = tiny("llama"), []
-    with KVBoost(model, chunk_size=16) as engine:
-        engine.score(CONTEXT, SINGLE)
-        hook = model.get_decoder().register_forward_pre_hook(
-            lambda module, args, kwargs: read.append(kwargs["input_ids"].numel()), with_kwargs=True
-        )
-        try:
-            engine.score(CONTEXT, SINGLE)
-        finally:
-            hook.remove()
-    assert read[-1] == 1
-    assert sum(read) <= 17  # less than a chunk is missing
+def rows_read(model: Any, call: Callable[[], Any]) -> list[int]:
+    """How many tokens each forward of this call computes."""
+    read: list[int] = []
+    hook = model.get_decoder().register_forward_pre_hook(
+        lambda module, args, kwargs: read.append((args or [kwargs["input_ids"]])[0].numel()), with_kwargs=True
+    )
+    try:
+        call()
+    finally:
+        hook.remove()
+    return read
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe", "gpt2"])
-def test_continuations_of_a_known_context_are_read_in_one_forward(family: str, tiny: Tiny) -> None:
-    model, read = tiny(family), []
+def test_a_context_and_its_continuations_are_read_in_one_forward(family: str, tiny: Tiny) -> None:
+    model, after = tiny(family), sum(len(tokens) - 1 for tokens in LONGER)
     with KVBoost(model, chunk_size=16) as engine:
+        engine.score(text(9, 20), LONGER)
+        assert rows_read(model, lambda: engine.score(CONTEXT, LONGER)) == [len(CONTEXT) + after]
+        assert rows_read(model, lambda: engine.score(CONTEXT, LONGER)) == [1 + after]
+        assert rows_read(model, lambda: engine.score(CONTEXT, SINGLE)) == [1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_score_stores_has_the_bits_of_a_prefill(dtype: torch.dtype, tiny: Tiny) -> None:
+    model, longer = tiny("llama", dtype=dtype), CONTEXT + text(8, 12)
+    with KVBoost(model, chunk_size=16) as engine:
+        cold = engine.prefill(longer).logits
+        engine.clear()
         engine.score(CONTEXT, LONGER)
-        hook = model.get_decoder().register_forward_pre_hook(
-            lambda module, args, kwargs: read.append((args or [kwargs["input_ids"]])[0].numel()), with_kwargs=True
-        )
-        try:
-            engine.score(CONTEXT, LONGER)
-        finally:
-            hook.remove()
-    assert len(read) <= 2  # what is missing of the context, then all continuations
-    assert read[-1] == sum(len(tokens) for tokens in LONGER)
+        warm = engine.prefill(longer)
+    assert warm.reuse.exact_tokens == len(CONTEXT)
+    assert torch.equal(warm.logits, cold)
+
+
+@pytest.mark.parametrize(("most", "rows"), [(60, [89, 1 + 2 + 8 + 4 + 39]), (120, [90 + 2 + 8 + 4, 1 + 39])])
+def test_a_score_has_the_same_bits_in_several_forwards(
+    most: int, rows: list[int], tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, cold = tiny("llama"), list[Score]()
+    with KVBoost(model, chunk_size=16) as engine:
+        together = engine.score(CONTEXT, LONGER)
+    monkeypatch.setattr("kvboost.hf.scoring._MAX_LOGITS", 97 * most)
+    with KVBoost(model, chunk_size=16) as engine:
+        engine.score(text(9, 20), SINGLE)
+        assert rows_read(model, lambda: cold.extend(engine.score(CONTEXT, LONGER))) == rows
+        warm = engine.score(CONTEXT, LONGER)
+    assert bits(together) == bits(cold) == bits(warm)
+
+
+def test_equal_contexts_are_read_once(tiny: Tiny) -> None:
+    model = tiny("llama")
+    with KVBoost(model, chunk_size=16) as engine:
+        engine.score(text(9, 20), SINGLE)
+        pairs = [(CONTEXT, LONGER[:2]), (text(9, 20), SINGLE), (CONTEXT, LONGER[2:])]
+        found: list[list[Score]] = []
+        read = rows_read(model, lambda: found.extend(engine.score_many(pairs, progress=False)))
+        assert sorted(read) == [1, len(CONTEXT) + sum(len(tokens) - 1 for tokens in LONGER)]
+        assert bits([*found[0], *found[2]]) == bits(engine.score(CONTEXT, LONGER))
 
 
 def test_many_contexts_come_back_in_their_order_and_share_what_they_begin_with(tiny: Tiny) -> None:

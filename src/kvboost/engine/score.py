@@ -1,13 +1,13 @@
 """Scores: how probable texts are after a context, with the context's KV reused and stored.
 
-Called by :class:`kvboost.KVBoost`. The context is prefilled up to its last token; that token and each continuation are
-then run over one copy of its KV. Invariants: a score has the same bits warm and cold, alone and beside others, where
-prefills have; no approximate KV is ever used.
+Called by :class:`kvboost.KVBoost`. What is missing of a context and all its continuations run in one forward over one
+copy of its KV, if the model's numerics allow it. Invariants: a score has the same bits warm and cold, alone and beside
+others, where prefills have; no approximate KV is ever used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
@@ -29,36 +29,38 @@ def score_many(
     progress: bool,
 ) -> list[list[Score]]:
     """The scores of each pair's continuations, in their order."""
-    encoded = [_encoded(parts.encoder, *pair) for pair in pairs]
-    jobs = [(context, number) for number, contexts in enumerate(encoded) for context in contexts]
+    # By context, whoever gave it: which pair, which place in it, and the tokens of the continuation.
+    jobs: dict[tuple[int, ...], list[tuple[int, int, list[int]]]] = {}
+    for number, (text, continuations) in enumerate(pairs):
+        for place, (context, tokens) in enumerate(_encoded(parts.encoder, text, continuations)):
+            jobs.setdefault(tuple(context), []).append((number, place, tokens))
     found: list[dict[int, Score]] = [{} for _ in pairs]
-    for context, number in tqdm(sorted(jobs), unit="context", desc="scoring", disable=not progress, delay=2):
-        places = encoded[number][context]
+    for context, wanted in tqdm(sorted(jobs.items()), unit="context", desc="scoring", disable=not progress, delay=2):
+        following = [tokens for _, _, tokens in wanted]
         # Plain Transformers reads a context and what follows it at once: with the frequencies of that length.
-        whole = [*context, *max(places.values(), key=len)]
+        whole = [*context, *max(following, key=len)]
         usable, refusal = parts.generator.usable(session, whole, GenerationMode.PREFIX_CACHE)
         if parts.layout is not None and parts.layout.indexed:
             usable, refusal = None, "its sparse attention chooses other positions behind a cache"
-        scores = _score(parts, usable, list(context), list(places.values()), refusal=refusal)
-        found[number] |= dict(zip(places, scores, strict=True))
+        scores = _score(parts, usable, list(context), following, refusal=refusal)
+        for (number, place, _), score in zip(wanted, scores, strict=True):
+            found[number][place] = score
     return [[of_pair[place] for place in range(len(of_pair))] for of_pair in found]
 
 
 def _encoded(
     encoder: PromptEncoder, context: Prompt, continuations: Sequence[Prompt]
-) -> dict[tuple[int, ...], dict[int, list[int]]]:
-    """By the tokens of the context the continuations with their places: texts may end it at different tokens."""
+) -> Iterator[tuple[list[int], list[int]]]:
+    """The tokens of the context and of each continuation: texts may end a context at different tokens."""
     if isinstance(continuations, str):
         raise ConfigError("continuations is a list of texts; give [text] for a single one")
-    found: dict[tuple[int, ...], dict[int, list[int]]] = {}
     for place, continuation in enumerate(continuations):
         if not len(context):
             raise ConfigError("a score needs a context of at least one token; begin with the tokenizer's bos_token")
         before, tokens = encode_pair(encoder, context, continuation) if len(continuation) else ([0], [])
         if not before or not tokens:
             raise ConfigError(f"continuation {place} has no tokens of its own after the context; leave it out")
-        found.setdefault(tuple(before), {})[place] = tokens
-    return found
+        yield before, tokens
 
 
 def encode_pair(encoder: PromptEncoder, context: Prompt, continuation: Prompt) -> tuple[list[int], list[int]]:
@@ -102,13 +104,17 @@ def _score(
             take(index, 0, logits.float().log_softmax(dim=-1))
         report = ReuseReport(0, 0, 0, len(context), bitwise=True, timings_ms=clock.stages(), reason=refusal)
     else:
-        last, longest = len(context) - 1, max(map(len, read), default=0)
+        longest = max(map(len, read), default=0)
         session.budget.check(len(context) + longest, why="scores read all of it at once")
         with open_prefill(session, context, boundaries=(), clock=clock, new_tokens=longest) as state:
-            session.prefiller.advance(state, to=last)
-            session.prefiller.commit(state)
-            for part in parts.scorer.score(read, state.cache):
+            if len(context) - state.num_computed > parts.scorer.most:
+                session.prefiller.advance(state, to=len(context) - 1)
+            missing, following = context[state.num_computed :], [tokens[1:] for tokens in read]
+            for part in parts.scorer.score(missing, following, state.cache):
                 take(part.sequence, part.start, part.logprobs)
+            if state.cache.get_seq_length() == len(context):
+                state.computed(len(context))
+            session.prefiller.commit(state)
             clock.lap("score")
             report = state.report()
     return [

@@ -7,6 +7,7 @@ whose ``generate`` is attached. Invariant: log-likelihoods are those of that mod
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,16 +42,13 @@ class KVBoostLM(HFLM):  # type: ignore[misc]  # the harness is untyped
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
         """The log-likelihood of each continuation, and whether it is greedy. Those of one context run together."""
-        places: dict[tuple[int, ...], list[int]] = {}
-        for place, (_, context, continuation) in enumerate(requests):
+        pairs = []
+        for _, context, continuation in requests:
             assert len(continuation) <= self.max_length, "a continuation is longer than the model reads"
             kept = max(1, self.max_length + 1 - len(continuation))  # what is too long is cut on the left, as there
-            places.setdefault(tuple(context[-kept:]), []).append(place)
-        pairs = [(list(context), [requests[place][2] for place in at]) for context, at in places.items()]
-        found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-        for at, scores in zip(places.values(), self.engine.score_many(pairs, progress=not disable_tqdm), strict=True):
-            for place, score in zip(at, scores, strict=True):
-                found[place] = score.logprob, score.is_greedy
+            pairs.append((context[-kept:], [continuation]))
+        scores = [score for (score,) in self.engine.score_many(pairs, progress=not disable_tqdm)]
+        found = [(score.logprob, score.is_greedy) for score in scores]
         for (texts, *_), answer in zip(requests, found, strict=True):
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
@@ -59,4 +57,7 @@ class KVBoostLM(HFLM):  # type: ignore[misc]  # the harness is untyped
 
 
 if __name__ == "__main__":
+    options = 2 if sys.argv[1:2] == ["run"] else 1
+    if sys.argv[options:] and sys.argv[options].startswith("-"):
+        sys.argv[options:options] = ["--model", "kvboost"]  # unless a later --model says otherwise
     cli_evaluate()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +79,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(name: str, task: str, model: Path, tasks: Path, **arguments: Any) -> list[Any]:
+CHAT = {"apply_chat_template": True, "fewshot_as_multiturn": True, "system_instruction": "Answer."}
+
+
+def run(
+    name: str, task: str, model: Path, tasks: Path, *, options: dict[str, Any] | None = None, **arguments: Any
+) -> list[Any]:
     """The answers of the harness' model to each of the task's requests, in order."""
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -91,6 +98,7 @@ def run(name: str, task: str, model: Path, tasks: Path, **arguments: Any) -> lis
         tasks=[task],
         task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
         bootstrap_iters=0,
+        **(options or {}),
     )
     return [sample["resps"] for sample in sorted(found["samples"][task], key=lambda sample: sample["doc_id"])]
 
@@ -110,8 +118,41 @@ def test_log_likelihoods_are_the_harness_own(task: str, model: Path, tasks: Path
     assert numbers(ours) == pytest.approx(numbers(own), abs=1e-4)
 
 
-def test_generated_texts_are_the_harness_own(model: Path, tasks: Path) -> None:
-    assert run("kvboost", "sums", model, tasks, batch_size=4) == run("hf", "sums", model, tasks, batch_size=4)
+@pytest.mark.parametrize("task", ["letters", "texts"])
+def test_what_is_too_long_is_cut_where_the_harness_cuts_it(task: str, model: Path, tasks: Path) -> None:
+    whole = run("kvboost", task, model, tasks)
+    own, ours = (run(name, task, model, tasks, max_length=37) for name in ("hf", "kvboost"))
+    assert numbers(ours) == pytest.approx(numbers(own), abs=1e-4)
+    assert numbers(ours) != pytest.approx(numbers(whole), abs=1e-3)
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+def test_generated_texts_are_the_harness_own(batch: int, model: Path, tasks: Path) -> None:
+    own, ours = (run(name, "sums", model, tasks, batch_size=batch) for name in ("hf", "kvboost"))
+    assert ours == own
+    own, ours = (run(name, "sums", model, tasks, batch_size=batch, max_length=37) for name in ("hf", "kvboost"))
+    assert ours == own
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+def test_batch_sizes_change_no_log_likelihood(batch: int, model: Path, tasks: Path) -> None:
+    own, ours = (run(name, "letters", model, tasks, batch_size=batch) for name in ("hf", "kvboost"))
+    assert numbers(ours) == pytest.approx(numbers(own), abs=1e-4)
+
+
+def test_chat_templates_are_the_harness_own(model: Path, tasks: Path) -> None:
+    own, ours = (run(name, "letters", model, tasks, options=CHAT) for name in ("hf", "kvboost"))
+    assert numbers(ours) == pytest.approx(numbers(own), abs=1e-4)
+    assert numbers(ours) != pytest.approx(numbers(run("kvboost", "letters", model, tasks)), abs=1e-3)
+    assert run("kvboost", "sums", model, tasks, options=CHAT) == run("hf", "sums", model, tasks, options=CHAT)
+
+
+def test_the_command_runs_this_model(model: Path, tasks: Path) -> None:
+    words = ["-m", "kvboost.integrations.lm_eval", "-a", f"pretrained={model},dtype=float32", "-t", "letters"]
+    place = ["--include_path", str(tasks), "--device", "cpu"]
+    found = subprocess.run([sys.executable, *words, *place], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert "kvboost ({'pretrained'" in found.stdout
 
 
 def test_a_second_run_from_disk_has_the_same_bits(model: Path, tasks: Path, tmp_path: Path) -> None:

@@ -160,28 +160,34 @@ class Tiles:
 
         With ``head`` the logits of its rows, too.
         """
-        step = self._over(cache, rows)
+        step = self._over(cache, cache.get_seq_length(), rows)
         with self._in_sizes(rows, head=head), attending(step):
             yield step
 
     @contextmanager
     def joint_step(self, caches: Sequence[Any], rows: Sequence[int]) -> Iterator[JointStep]:
         """The same for a forward of several sequences: ``rows`` tokens of each, one after the other."""
-        step = JointStep([self._over(*each) for each in zip(caches, rows, strict=True)], list(rows))
+        parts = [self._over(cache, cache.get_seq_length(), count) for cache, count in zip(caches, rows, strict=True)]
+        step = JointStep(parts, list(rows))
         with self._in_sizes(sum(rows)), attending(step):
             yield step
 
     @contextmanager
-    def shared_step(self, cache: Any, rows: Sequence[int]) -> Iterator[SharedStep]:
-        """The same of sequences that all go on from ``cache``; the vocabulary projection is in tested sizes too."""
-        cache.reserve(cache.get_seq_length() + max(rows) + self.granule)  # not while a sequence lies in it
-        step = SharedStep([self._over(cache, count) for count in rows], list(rows))
-        with self._in_sizes(sum(rows), head=True), attending(step):
+    def shared_step(self, cache: Any, rows: int, following: Sequence[int]) -> Iterator[SharedStep]:
+        """The same of ``rows`` tokens over ``cache`` and of sequences that all go on from those.
+
+        The vocabulary projection is in tested sizes too.
+        """
+        start = cache.get_seq_length()
+        end = start + rows
+        cache.reserve(end + max(following, default=0) + self.granule)  # not while a sequence lies in it
+        parts = [self._over(cache, start, rows), *(self._over(cache, end, count) for count in following)]
+        step = SharedStep(parts, [rows, *following])
+        with self._in_sizes(rows + sum(following), head=True), attending(step):
             yield step
 
-    def _over(self, cache: Any, rows: int) -> Step:
-        """Attention over ``cache`` and ``rows`` more tokens, padded with zeros."""
-        start = cache.get_seq_length()
+    def _over(self, cache: Any, start: int, rows: int) -> Step:
+        """Attention over the first ``start`` positions of ``cache`` and ``rows`` more tokens, padded with zeros."""
         end = start + rows
         padded = -(-end // self.granule) * self.granule
         cache.reserve(padded)
