@@ -45,7 +45,7 @@ class _Answers(NamedTuple):
 
 
 def run(args: argparse.Namespace) -> Report:
-    """Every dtype and kind. The claim fails where float32 log-likelihoods differ by more than 1e-4, or texts do."""
+    """Every dtype and kind. The claim: float32 log-likelihoods differ by at most 1e-4, a second run in no bit."""
     try:
         import kvboost.integrations.lm_eval
     except ImportError as error:
@@ -60,10 +60,11 @@ def run(args: argparse.Namespace) -> Report:
             table = Table(f"lm-eval, {args.questions} questions of each kind", machine, columns)
             report.tables.append(table)
             for kind in args.kinds:
-                found = _measure(args, dtype, partial(_ask, tasks=tasks[kind], folder=Path(folder)))
+                found = _measure(args, dtype, kind, partial(_ask, tasks=tasks[kind], folder=Path(folder)))
                 report.raw[f"{dtype} {kind}"] = found
                 table.add(kind, *_row(found))
-                report.failed |= not found["same_bits"] or (dtype == "float32" and found["difference"] > _TOLERANCE)
+                held = dtype == "float32" and kind != "sums"  # a near tie may change a text
+                report.failed |= not found["same_bits"] or (held and found["difference"] > _TOLERANCE)
             table.notes += [
                 "Times are of the requests, without loading the model. Of the batch sizes tried each has its best; our "
                 "scores have none.",
@@ -86,14 +87,19 @@ def _row(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def _measure(args: argparse.Namespace, dtype: str, ask: Callable[..., _Answers]) -> dict[str, Any]:
+def _measure(args: argparse.Namespace, dtype: str, kind: str, ask: Callable[..., _Answers]) -> dict[str, Any]:
     from lm_eval.models.huggingface import HFLM
 
     from kvboost.integrations.lm_eval import KVBoostLM
 
     given = {"pretrained": str(model_folder(args)), "dtype": dtype, "device": "cpu"}
     hf, ours = partial(HFLM, **given), partial(KVBoostLM, **given)
-    tried = {name: _tried(make, ask, args.batch, f"{dtype}, {name}") for name, make in (("hf", hf), ("ours", ours))}
+    said = f"{kind}, {dtype}"
+    sizes = args.batch if kind == "sums" else args.batch[:1]  # ours scores without batches
+    tried = {
+        "hf": _tried(hf, ask, args.batch, f"{said}, hf"),
+        "ours": _tried(ours, ask, sizes, f"{said}, ours"),
+    }
     best = {name: min(times, key=times.__getitem__) for name, times in tried.items()}
     found: dict[str, Any] = {"hf": [], "ours": [], "again": [], "batch": best, "tried": tried}
     for _ in range(args.repeat):
@@ -101,7 +107,7 @@ def _measure(args: argparse.Namespace, dtype: str, ask: Callable[..., _Answers])
             answers = {}
             for name in ("hf", "ours", "again"):
                 make = hf if name == "hf" else partial(ours, disk_cache_dir=disk)
-                answers[name] = _once(make, ask, best["hf" if name == "hf" else "ours"], f"{dtype}, {name}")
+                answers[name] = _once(make, ask, best["hf" if name == "hf" else "ours"], f"{said}, {name}")
                 found[name].append(answers[name].seconds)
     found["accuracy"] = [answers["hf"].accuracy, answers["ours"].accuracy]
     found["difference"] = _difference(answers["hf"].given, answers["ours"].given)
@@ -109,10 +115,12 @@ def _measure(args: argparse.Namespace, dtype: str, ask: Callable[..., _Answers])
     return found
 
 
-def _tried(make: Callable[..., Any], ask: Callable[..., _Answers], sizes: Sequence[int], said: str) -> dict[int, float]:
-    """Seconds by batch size, of a few questions."""
+def _tried(
+    make: Callable[..., Any], ask: Callable[..., _Answers], sizes: Sequence[int], said: str
+) -> dict[int, float | None]:
+    """Seconds by batch size, of a few questions; None where there is no choice."""
     if len(sizes) == 1:
-        return {sizes[0]: 0.0}
+        return {sizes[0]: None}
     few = max(8, *sizes)
     return {size: _once(make, partial(ask, limit=few), size, f"{said}, {few} questions").seconds for size in sizes}
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
+import runpy
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -46,6 +47,14 @@ TASKS_TABLE = [
     config("texts", texts, Metrics.word_perplexity),
 ]
 """
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """lighteval imports all its tasks for any of them, and one of them downloads a file when it is imported."""
+    module = ModuleType("lighteval.tasks.tasks.tiny_benchmarks")
+    module.TASKS_TABLE = []  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
 @pytest.fixture(scope="module")
@@ -161,10 +170,16 @@ def test_a_whole_text_is_read_in_windows(most: int, model: Path, tasks: Path, tm
         assert detail.model_response.logprobs == pytest.approx([total], abs=1e-3)
 
 
-def test_the_command_runs_this_model(model: Path, tasks: Path, tmp_path: Path) -> None:
-    name = f"model_name={model},dtype=float32,batch_size=4,cache_dir={tmp_path}"
-    words = ["-m", "kvboost.integrations.lighteval", name, "letters|2", "--custom-tasks", str(tasks)]
-    place = ["--output-dir", str(tmp_path)]
-    found = subprocess.run([sys.executable, *words, *place], capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr
-    assert "letters" in found.stdout
+def test_the_command_runs_this_model(
+    model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"model_name={model},dtype=float32,batch_size=4,cache_dir={tmp_path / 'answers'}"
+    options = ["--custom-tasks", str(tasks), "--output-dir", str(tmp_path / "results")]
+    monkeypatch.setattr(sys, "argv", ["lighteval", name, "letters|2", *options])
+    detached: list[Attached] = []
+    monkeypatch.setattr(Attached, "detach", detached.append)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("kvboost.integrations.lighteval", run_name="__main__")
+    assert not ended.value.code
+    assert detached  # the model was ours
+    assert "letters" in capsys.readouterr().out
