@@ -181,6 +181,10 @@ class Score:
     """Whether greedy decoding would give this text."""
     reuse: ReuseReport
     """Of the context, which all continuations share."""
+    ranks: tuple[int, ...] = ()
+    """Of each token among all that could stand there, 1 for the likeliest; only with ``top_logprobs``."""
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """For each token the likeliest ones in its place, with their log-probabilities; only with ``top_logprobs``."""
 
     @property
     def logprob(self) -> float:

@@ -74,6 +74,32 @@ def test_the_greedy_answer_is_known_as_such(tiny: Tiny) -> None:
         assert [score.is_greedy for score in engine.score(CONTEXT, [answer, other, answer[:1]])] == [True, False, True]
 
 
+def test_ranks_and_the_likeliest_are_told_where_they_are_wanted(tiny: Tiny) -> None:
+    model = tiny("llama")
+    with KVBoost(model, chunk_size=16) as engine:
+        plain_scores = engine.score(CONTEXT, LONGER)
+        for count in (0, 3):
+            for score, before, tokens in zip(
+                engine.score(CONTEXT, LONGER, top_logprobs=count), plain_scores, LONGER, strict=True
+            ):
+                assert score.logprobs == before.logprobs
+                with torch.no_grad():
+                    logits = model(torch.tensor([[*CONTEXT, *tokens[:-1]]])).logits[0, len(CONTEXT) - 1 :]
+                rows = logits.float().log_softmax(dim=-1)
+                assert list(score.ranks) == [
+                    1 + int((row > row[id_]).sum()) for row, id_ in zip(rows, tokens, strict=True)
+                ]
+                assert [[id_ for id_, _ in top] for top in score.top] == rows.topk(count).indices.tolist()
+                likeliest = [logprob for top in score.top for _, logprob in top]
+                assert likeliest == pytest.approx(rows.topk(count).values.flatten().tolist(), abs=1e-4)
+    assert (plain_scores[0].ranks, plain_scores[0].top) == ((), ())
+
+
+def test_a_number_of_tokens_is_not_negative(tiny: Tiny) -> None:
+    with KVBoost(tiny("llama")) as engine, pytest.raises(ConfigError, match="give 0 or more"):
+        engine.score(CONTEXT, SINGLE, top_logprobs=-1)
+
+
 def rows_read(model: Any, call: Callable[[], Any]) -> list[int]:
     """How many tokens each forward of this call computes."""
     read: list[int] = []

@@ -20,6 +20,9 @@ from kvboost.errors import ConfigError
 from kvboost.hf.prompt import Prompt, PromptEncoder
 from kvboost.types import GenerationMode, ReuseReport, Score
 
+_Top = tuple[tuple[int, float], ...]
+"""Token ids with their log-probabilities."""
+
 
 def score_many(
     parts: EngineParts,
@@ -27,8 +30,11 @@ def score_many(
     pairs: Sequence[tuple[Prompt, Sequence[Prompt]]],
     *,
     progress: bool,
+    top: int | None,
 ) -> list[list[Score]]:
-    """The scores of each pair's continuations, in their order."""
+    """The scores of each pair's continuations, in their order; with ranks and the ``top`` likeliest, if not None."""
+    if top is not None and top < 0:
+        raise ConfigError(f"top_logprobs={top} is no number of tokens; give 0 or more, or None for no ranks")
     # By context, whoever gave it: which pair, which place in it, and the tokens of the continuation.
     jobs: dict[tuple[int, ...], list[tuple[int, int, list[int]]]] = {}
     for number, (text, continuations) in enumerate(pairs):
@@ -42,7 +48,7 @@ def score_many(
         usable, refusal = parts.generator.usable(session, whole, GenerationMode.PREFIX_CACHE)
         if parts.layout is not None and parts.layout.indexed:
             usable, refusal = None, "its sparse attention chooses other positions behind a cache"
-        scores = _score(parts, usable, list(context), following, refusal=refusal)
+        scores = _score(parts, usable, list(context), following, refusal=refusal, top=top)
         for (number, place, _), score in zip(wanted, scores, strict=True):
             found[number][place] = score
     return [[of_pair[place] for place in range(len(of_pair))] for of_pair in found]
@@ -81,6 +87,7 @@ def _score(
     continuations: Sequence[list[int]],
     *,
     refusal: str | None,
+    top: int | None,
 ) -> list[Score]:
     """The score of each continuation. Without a session nothing is reused, for the reason ``refusal``."""
     clock = StageClock()
@@ -89,14 +96,15 @@ def _score(
     for number, following in enumerate(continuations):
         wanted.setdefault((context[-1], *following[:-1]), []).append(number)
     read = list(wanted)
-    found: list[list[tuple[float, bool]]] = [[] for _ in continuations]
+    found: list[list[tuple[float, bool, int, _Top]]] = [[] for _ in continuations]
 
     def take(index: int, start: int, logprobs: torch.Tensor) -> None:
-        best = logprobs.argmax(dim=-1)
+        best, likeliest = logprobs.argmax(dim=-1), _likeliest(logprobs, top or 0)
         for number in wanted[read[index]]:
             ids = torch.tensor(continuations[number][start : start + len(logprobs)], device=logprobs.device)
-            each = logprobs.gather(1, ids[:, None])[:, 0].tolist()
-            found[number] += zip(each, (best == ids).tolist(), strict=True)
+            each = logprobs.gather(1, ids[:, None])
+            ranks = (1 + (logprobs > each).sum(dim=-1) if top is not None else ids).tolist()
+            found[number] += zip(each[:, 0].tolist(), (best == ids).tolist(), ranks, likeliest, strict=True)
 
     if session is None:
         for index, tokens in enumerate(read):
@@ -117,7 +125,15 @@ def _score(
             session.prefiller.commit(state)
             clock.lap("score")
             report = state.report()
-    return [
-        Score(tuple(tokens), tuple(logprob for logprob, _ in each), all(greedy for _, greedy in each), report)
-        for tokens, each in zip(continuations, found, strict=True)
-    ]
+    scores = []
+    for following, each in zip(continuations, found, strict=True):
+        logprobs, greedy, places, likeliest = zip(*each, strict=True)
+        more = {"ranks": places, "top": likeliest} if top is not None else {}
+        scores.append(Score(tuple(following), logprobs, all(greedy), report, **more))
+    return scores
+
+
+def _likeliest(logprobs: torch.Tensor, count: int) -> list[_Top]:
+    """For each row of [tokens, vocab] its likeliest ids."""
+    values, ids = logprobs.topk(min(count, logprobs.shape[-1]), dim=-1)
+    return [tuple(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]

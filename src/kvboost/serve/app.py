@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvboost.engine import KVBoost
 from kvboost.errors import ConfigError
 from kvboost.scheduler.runner import BatchRunner
-from kvboost.serve.api import messages, status, tokens
+from kvboost.serve.api import messages, rank, status, tokens
 from kvboost.serve.api.chat import chat_completions
 from kvboost.serve.api.common import IGNORED
 from kvboost.serve.api.completions import completions
@@ -56,6 +56,8 @@ ROUTES: Mapping[tuple[str, str], Route] = {
     ("POST", "/tokenize"): Route(Access.USER, tokens.tokenize),
     ("POST", "/detokenize"): Route(Access.USER, tokens.detokenize),
     ("POST", "/v1/arrange"): Route(Access.USER, tokens.arrange),
+    **{("POST", path): Route(Access.USER, rank.score) for path in ("/score", "/v1/score")},
+    **{("POST", path): Route(Access.USER, rank.rerank) for path in ("/rerank", "/v1/rerank", "/v2/rerank")},
     ("GET", "/metrics"): Route(Access.ADMIN, status.metrics),
     ("GET", "/v1/cache"): Route(Access.ADMIN, status.show_cache),
     ("POST", "/v1/cache/warm"): Route(Access.ADMIN, status.warm),

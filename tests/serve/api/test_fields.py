@@ -62,7 +62,7 @@ def test_the_end_of_a_turn_can_be_ignored(client: openai.OpenAI) -> None:
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"min_p": 2}, "min_p"),
         ({"top_k": -2}, "top_k"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 6}, "prompt_logprobs"),
     ],
     ids=str,
 )

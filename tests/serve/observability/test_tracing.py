@@ -99,6 +99,8 @@ _BODIES: dict[str, dict[str, Any] | None] = {
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [70]},
     "/v1/arrange": {"documents": ["x"]},
+    **{path: {"text_1": "x", "text_2": "y"} for path in ("/score", "/v1/score")},
+    **{path: {"query": "x", "documents": ["y"]} for path in ("/rerank", "/v1/rerank", "/v2/rerank")},
     "/v1/cache/warm": {"prompt": "x" * 100, "tenant": tenant_of(KEY, SECRET)},
     "/v1/cache/pin": {"prompt": "x" * 100, "tenant": tenant_of(KEY, SECRET)},
     "/v1/cache/clear": None,

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from starlette.responses import JSONResponse, Response
 
+from kvboost.engine.text_stream import Detokenizer
 from kvboost.scheduler.jobs import NewToken
 from kvboost.serve.api.common import DONE, AppCaller, AppService, streamed, with_ignored
 from kvboost.serve.errors import bad_request
-from kvboost.serve.generation.requests import GenerationRequest, sampling_of
+from kvboost.serve.generation.requests import Answer, GenerationRequest, sampling_of
+from kvboost.serve.generation.scores import PromptToken, prompt_tokens
 from kvboost.serve.generation.service import Service
 from kvboost.serve.generation.token_stream import Piece
 from kvboost.serve.schemas.chat import CompletionRequest
 
+T = TypeVar("T")
 _DEFAULT_TOKENS = 16  # OpenAI's
 
 
@@ -27,12 +31,10 @@ async def completions(service: AppService, body: CompletionRequest, caller: AppC
     )
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream", param="stream_options")
-    if body.echo and body.logprobs is not None:
-        raise bad_request(
-            "echo and logprobs do not go together: reused tokens of a prompt are not computed, so they have no "
-            "log-probabilities; leave one of them out",
-            param="echo",
-        )
+    if body.prompt_logprobs is not None and body.stream:
+        raise bad_request("prompt_logprobs does not go with stream; leave one of them out", param="prompt_logprobs")
+    if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
+        raise bad_request("max_tokens=0 needs echo or prompt_logprobs; give 1 or more", param="max_tokens")
     made = body.n or 1
     prompts = _prompts(body.prompt)
     if len(prompts) * made > service.limits.max_prompts * service.limits.max_choices:
@@ -51,6 +53,7 @@ async def completions(service: AppService, body: CompletionRequest, caller: AppC
         stops=stops,
         stop_token_ids=frozenset(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
+        shows_end=bool(body.echo),  # whoever evaluates counts tokens from the end
         top_logprobs=body.logprobs,
         grammar=grammar,
     )
@@ -71,7 +74,7 @@ def _prompts(given: str | list[Any]) -> Sequence[str | list[int]]:
     return [given] if isinstance(given[0], int) else given
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Writer:
     """Writes one answer."""
 
@@ -80,26 +83,34 @@ class _Writer:
     _generation: GenerationRequest
     _echoed: Sequence[str]
     """The texts of the prompts, if they are to be repeated."""
+    _read: Sequence[Sequence[PromptToken]] = ()
+    """The tokens of the prompts, if their log-probabilities are wanted."""
 
     async def whole(self) -> Response:
         """The answer as one object."""
         pieces: dict[int, list[Piece]] = {}
         choices: list[dict[str, Any]] = []
         async with self._service.generating(self._generation, prefix="cmpl-") as answer:
+            await self._score(answer)
             async for event in answer.events():
                 if isinstance(event, Piece):
                     pieces.setdefault(event.index, []).append(event)
                     continue
                 choices.append(
-                    {
-                        "index": event.index,
-                        "text": self._before(event.index) + event.text,
-                        "logprobs": self._logprobs(pieces.get(event.index, [])),
-                        "finish_reason": event.reason,
-                    }
+                    {"index": event.index, "text": event.text, "logprobs": None, "finish_reason": event.reason}
                 )
         choices.sort(key=lambda choice: int(choice["index"]))
-        return JSONResponse({**answer.head("text_completion"), "choices": choices, "usage": answer.usage()})
+
+        def written() -> Response:
+            for choice in choices:
+                index = choice["index"]
+                choice["text"] = self._before(index) + choice["text"]
+                choice["logprobs"] = self._logprobs(index, pieces.get(index, []), begins=True)
+                if self._body.prompt_logprobs is not None:
+                    choice["prompt_logprobs"] = self._prompt_logprobs(index)
+            return JSONResponse({**answer.head("text_completion"), "choices": choices, "usage": answer.usage()})
+
+        return await self._threaded(written) if self._read else written()
 
     async def stream(self) -> AsyncIterator[Any]:
         """The answer in pieces."""
@@ -110,12 +121,14 @@ class _Writer:
                 choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
                 return {**answer.head("text_completion"), "choices": [choice], **usage}
 
+            await self._score(answer)
             yield None  # the jobs were taken
             for index in range(len(self._echoed) * self._generation.n):
-                yield chunk(index, self._before(index))
+                logprobs = await self._threaded(self._logprobs, index, (), begins=True) if self._read else None
+                yield chunk(index, self._before(index), logprobs=logprobs)
             async for event in answer.events():
                 if isinstance(event, Piece):
-                    yield chunk(event.index, event.text, logprobs=self._logprobs([event]))
+                    yield chunk(event.index, event.text, logprobs=self._logprobs(event.index, [event]))
                 else:
                     yield chunk(event.index, "", event.reason)
         if self._body.includes_usage:
@@ -126,26 +139,78 @@ class _Writer:
         """The prompt of a choice, if it is to be repeated."""
         return self._echoed[index // self._generation.n] if self._echoed else ""
 
-    def _logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
-        """Log-probabilities in the shape of completions; None where they were not requested."""
+    async def _threaded(self, work: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
+        """Not on the event loop: a prompt has many tokens."""
+        tokens = sum(map(len, self._read)) * self._generation.n
+        tenant = self._generation.caller.tenant
+        return await self._service.tokenizing.finish(tenant, tokens, work, *arguments, **keywords)
+
+    async def _score(self, answer: Answer) -> None:
+        wanted = [self._body.logprobs if self._echoed else None, self._body.prompt_logprobs]
+        top = max((count for count in wanted if count is not None), default=None)
+        if top is not None:
+            prompts = self._generation.prompts
+            self._read = [await prompt_tokens(self._service, answer, ids, top=top) for ids, _ in prompts]
+
+    def _logprobs(self, index: int, pieces: Sequence[Piece], *, begins: bool = False) -> dict[str, Any] | None:
+        """Log-probabilities in the shape of completions; None where they were not requested.
+
+        ``begins``: those of an echoed prompt come first.
+        """
         if self._body.logprobs is None:
             return None
-
-        def text(token_id: int) -> str:
-            return self._service.token_bytes(token_id).decode(errors="replace")
-
-        tokens = [token for piece in pieces for token in piece.tokens]
+        before = len(self._before(index))
+        tokens: list[NewToken] = [token for piece in pieces for token in piece.tokens]
+        offsets = [before + offset for piece in pieces for offset in piece.offsets]
+        if begins and self._echoed:
+            prompt = self._read[index // self._generation.n]
+            tokens, offsets = [*prompt, *tokens], [*self._offsets(index, prompt), *offsets]
         return {
-            "tokens": [text(token.token_id) for token in tokens],
-            "token_logprobs": [max(token.logprob, -9999.0) if token.logprob is not None else None for token in tokens],
-            "top_logprobs": [
-                {text(token_id): max(logprob, -9999.0) for token_id, logprob in (*token.top, _chosen(token))}
-                for token in tokens
-            ],
-            "text_offset": [offset for piece in pieces for offset in piece.offsets],
+            "tokens": [self._text(token.token_id) for token in tokens],
+            "token_logprobs": [_finite(token.logprob) if token.logprob is not None else None for token in tokens],
+            "top_logprobs": [self._likeliest(token) for token in tokens],
+            "text_offset": offsets,
         }
 
+    def _likeliest(self, token: NewToken) -> dict[str, float] | None:
+        """With the token itself, whether it is one of them or not. Of those with the same text, the likeliest."""
+        if token.logprob is None:
+            return None
+        found: dict[str, float] = {}
+        for of, logprob in (*token.top[: self._body.logprobs], (token.token_id, token.logprob)):
+            found.setdefault(self._text(of), _finite(logprob))
+        return found
 
-def _chosen(token: NewToken) -> tuple[int, float]:
-    """The sampled token is listed among the likeliest, whether it is one or not."""
-    return token.token_id, token.logprob if token.logprob is not None else -9999.0
+    def _offsets(self, index: int, prompt: Sequence[NewToken]) -> list[int]:
+        """Where each token of a prompt begins in its text, which may lack the token that begins every text."""
+        decode = partial(self._service.chats.decode, special=isinstance(_prompts(self._body.prompt)[0], str))
+        detokenizer, starts = Detokenizer(decode), [0]
+        for token in prompt:
+            starts.append(starts[-1] + len(detokenizer.add(token.token_id)))
+        whole = starts.pop() + len(detokenizer.end())
+        return [max(0, start + len(self._before(index)) - whole) for start in starts]
+
+    def _prompt_logprobs(self, index: int) -> list[dict[str, Any] | None]:
+        """Log-probabilities of a prompt in vLLM's shape."""
+        written: list[dict[str, Any] | None] = []
+        for token in self._read[index // self._generation.n]:
+            likeliest = enumerate(token.top[: self._body.prompt_logprobs], start=1)
+            entries = [(token.token_id, token.logprob, token.rank)]
+            entries += [(of, logprob, rank) for rank, (of, logprob) in likeliest if of != token.token_id]
+            written.append(
+                {
+                    str(of): {"logprob": _finite(logprob), "rank": rank, "decoded_token": self._text(of)}
+                    for of, logprob, rank in entries
+                    if logprob is not None
+                }
+                or None
+            )
+        return written
+
+    def _text(self, token_id: int) -> str:
+        return self._service.token_bytes(token_id).decode(errors="replace")
+
+
+def _finite(logprob: float) -> float:
+    """As JSON can write it."""
+    return max(logprob, -9999.0)

@@ -109,7 +109,7 @@ class ChatPrompts:
         if getattr(self._tokenizer, "chat_template", None) is None:
             raise bad_request("this model has no chat template; use /v1/completions with the text you want")
         extra = {**(template_kwargs or {}), **({"tools": tools} if tools else {})}
-        text = self._render([turn.fields for turn in turns], extra=extra, param=param)
+        text = self.render([turn.fields for turn in turns], extra=extra, param=param)
         # With what the template wrote of calls and tools.
         self._lengths.check_text(text, param=param, in_use=self.in_use())
         splices, marks, ends = self._locate(turns, text, tenant=tenant, cache_key=cache_key)
@@ -175,7 +175,8 @@ class ChatPrompts:
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return [int(i) for i in encoded["input_ids"]], [end for _, end in encoded["offset_mapping"]]
 
-    def _render(self, messages: list[dict[str, Any]], *, extra: Mapping[str, Any], param: str) -> str:
+    def render(self, messages: list[dict[str, Any]], *, extra: Mapping[str, Any], param: str) -> str:
+        """The text of a chat that is ready for its reply; ``extra`` are further variables of the template."""
         from jinja2 import TemplateError
 
         try:

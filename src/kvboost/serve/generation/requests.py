@@ -20,6 +20,7 @@ from kvboost.serve.schemas.base import SamplingBody
 from kvboost.serve.schemas.chat import Choices
 from kvboost.serve.security.auth import Caller
 from kvboost.serve.security.limits import Limits, check_json
+from kvboost.types import ReuseReport
 
 _log = logging.getLogger("kvboost.serve")
 _MAX_SEGMENTS = 1000  # in an answer; a prompt of thousands of scattered positions has more
@@ -37,7 +38,7 @@ class GenerationRequest:
     """Token ids and boundaries of each."""
     caller: Caller
     max_new_tokens: int | None
-    """As the client named it; None for as many as fit, within the server's limit."""
+    """As the client named it; None for as many as fit, within the server's limit; 0 if prompts are only scored."""
     sampling: Sampling
     model: str | None
     """As the client named it, checked; None for the server's own."""
@@ -53,6 +54,8 @@ class GenerationRequest:
     """Tokens that end the answer, beside the model's own."""
     ignore_eos: bool = False
     """Whether the model's own end the answer no more."""
+    shows_end: bool = False
+    """Whether the model's own are among the tokens of the answer."""
     top_logprobs: int | None = None
     grammar: Callable[[], Callable[[list[int], Any], None]] | None = None
     """Makes the constraint of one choice."""
@@ -72,9 +75,14 @@ class Answer:
     ended: list[Ended] = field(default_factory=list)
     seen: Counter[int] = field(default_factory=Counter)
     """Tokens of each choice so far: a client that goes away has had them."""
+    read: list[ReuseReport] = field(default_factory=list)
+    """Of the choices that have no more than a prompt, which was scored."""
 
     async def events(self) -> AsyncIterator[Piece | Ended]:
         """Events until all choices have ended. Raises for one that failed."""
+        for index, report in enumerate(self.read):
+            self.ended.append(Ended(reason="length", report=report, index=index))
+            yield self.ended[-1]
         async for event in self.stream.events():
             if isinstance(event, Piece):
                 self.seen[event.index] += len(event.tokens)

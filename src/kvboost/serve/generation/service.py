@@ -85,6 +85,7 @@ class Service:
         # Large requests are counted, parsed and tokenised in one thread, as the interpreter runs one at a time.
         self.reading = FairPool(max_waiting=most, name="kvboost-large", pace=pace)
         self.tokenizing = Tokenizing(max_waiting=most, large=self.reading)
+        self.scoring = FairPool(max_waiting=most, name="kvboost-score")
         self.kept = KeptStats(engine)
         self.spaces = Spaces(engine)
         self.metrics = Metrics(engine, runner)
@@ -96,6 +97,7 @@ class Service:
         """Stop what runs in the background. The engine and the runner are others'."""
         self.kept.close()
         self.reading.close()
+        self.scoring.close()
         self.tokenizing.close()
         self.compiling.close()
         self.grammars.close()
@@ -193,7 +195,7 @@ class Service:
             tickets = await self._submitted(generation)
             self.rates.spend(generation.caller.key_id, sum(len(ids) for ids, _ in generation.prompts))
             decode = partial(self.chats.decode, special=generation.special)
-            ends = self._ends(generation)
+            ends = self._ends(generation) if not generation.shows_end else generation.stop_token_ids
             stream = TokenStream(tickets, decode=decode, stops=generation.stops, end_token_ids=ends)
             model = generation.model or self.model_name
             answer = Answer(prefix + secrets.token_hex(12), int(time.time()), model, generation, stream)
@@ -245,6 +247,8 @@ class Service:
             ) from error
 
     def _jobs(self, generation: GenerationRequest) -> Iterator[Job]:
+        if generation.max_new_tokens == 0:
+            return
         for ids, boundaries in generation.prompts:
             max_new_tokens = self._max_new_tokens(len(ids), generation)
             for choice in range(generation.n):

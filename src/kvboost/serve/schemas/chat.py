@@ -61,9 +61,6 @@ class Choices(SamplingBody):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     stop_token_ids: Annotated[TokenIds | None, at_most(lambda limits: _MAX_STOP_TOKENS)] = None
     ignore_eos: bool | None = None
-    prompt_logprobs: Annotated[
-        None, unsupported("reused tokens of a prompt are not computed, so they have no log-probabilities")
-    ] = None
     user: Inert = None
     metadata: Inert = None
     store: Inert = None
@@ -84,6 +81,7 @@ class ChatRequest(Choices):
     messages: Messages
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    prompt_logprobs: Annotated[None, unsupported("give the ids that /tokenize makes of it to /v1/completions")] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[Listed[Tool] | None, at_most(lambda limits: limits.max_tools)] = None
@@ -110,8 +108,11 @@ class CompletionRequest(Choices):
         Text | TokenIds | Listed[Text] | Listed[TokenIds],
         at_most(lambda limits: limits.max_prompts, ids_are_one=True),
     ]
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    """0 for the log-probabilities of a prompt alone."""
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    """As in vLLM: of each token of the prompt, and of so many of the likeliest ones in its place."""
     echo: bool | None = None
     best_of: Annotated[None, unsupported("ask for n choices with logprobs and take the best")] = None
     suffix: Annotated[None, unsupported("write the prompt as your model expects it to be filled in")] = None
