@@ -117,8 +117,8 @@ def _score(
         with open_prefill(session, context, boundaries=(), clock=clock, new_tokens=longest) as state:
             if len(context) - state.num_computed > parts.scorer.most:
                 session.prefiller.advance(state, to=len(context) - 1)
-            missing, following = context[state.num_computed :], [tokens[1:] for tokens in read]
-            for part in parts.scorer.score(missing, following, state.cache):
+            missing, after = context[state.num_computed :], [tokens[1:] for tokens in read]
+            for part in parts.scorer.score(missing, after, state.cache):
                 take(part.sequence, part.start, part.logprobs)
             if state.cache.get_seq_length() == len(context):
                 state.computed(len(context))
