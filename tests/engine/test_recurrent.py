@@ -89,6 +89,22 @@ def test_a_boundary_that_was_given_is_hit_by_the_second_prompt(tiny: Tiny) -> No
         assert hit(engine, system + text(3, 60)) == 96
 
 
+@pytest.mark.parametrize("numerics", ["bitwise", "fast"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", *(["mamba2"] if NEWEST else [])])
+def test_a_prompt_that_ends_at_a_state_does_not_read_its_last_token_twice(
+    family: str, numerics: str, tiny: Tiny
+) -> None:
+    """Its last token is computed, so the state behind it is one too far."""
+    with engine_for(tiny(family), numerics=numerics) as engine, engine_for(engine.model, numerics=numerics) as cold:
+        longer = text(1, 100)
+        engine.prefill(longer, boundaries=[48, 64])
+        for end, known in ((64, 48), (48, 0)):
+            found = engine.prefill(longer[:end], boundaries=range(48, end + 1, 16))
+            assert found.reuse.exact_tokens == known
+            torch.testing.assert_close(found.logits, cold.prefill(longer[:end]).logits)
+            cold.clear()
+
+
 def test_without_a_grid_a_hit_ends_at_any_chunk(tiny: Tiny) -> None:
     with engine_for(tiny("qwen3_5_text"), numerics="fast") as engine:
         system = text(1, 100)

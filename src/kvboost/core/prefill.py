@@ -97,7 +97,7 @@ class Prefiller:
 
     def leading(self, prompt: ChunkedPrompt) -> list[Chunk]:
         """The chunks to look up for a prefill. For recurrent layers they end with the last state that is stored."""
-        return self._states.leading(prompt.lookup) if self.state_tokens else prompt.lookup
+        return self._states.leading(prompt.usable) if self.state_tokens else prompt.lookup
 
     @property
     def _states(self) -> StateLookup:
@@ -157,7 +157,7 @@ class Prefiller:
     ) -> PrefillState:
         """Place what ``choose`` takes of the leading blocks that are stored, and what it adds from other positions."""
         clock.lap("plan")
-        lookup = prompt.lookup
+        lookup = prompt.usable if self.state_tokens else prompt.lookup
         loader = KVLoader(lookup, tokens=len(prompt.tokens) + new_tokens, codec=self.codec, pool=self.pool)
         states: KVBlock | None = None
         if self.state_tokens:

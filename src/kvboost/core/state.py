@@ -60,7 +60,7 @@ class ChunkedPrompt:
 
     @property
     def usable(self) -> Sequence[Chunk]:
-        """The chunks that could be repositioned: all that end before the last token."""
+        """All chunks that end before the last token: those that could be repositioned, or have a state behind them."""
         return reusable_chunks(self.chunks, prompt_tokens=len(self.tokens))
 
 

@@ -41,7 +41,7 @@ def ends_to_keep(
     At the prompt's end, for the one that goes on from it; where ``shared`` stored KV ends, as that is where prompts
     part; at the caller's boundaries; sparsely everywhere else. ``state_tokens`` have KV as large as a state.
     """
-    possible = {chunk.end for chunk in resumable(prompt.lookup, rule) if start < chunk.end < len(prompt.tokens)}
+    possible = {chunk.end for chunk in resumable(prompt.usable, rule) if chunk.end > start}
     if not possible:
         return ()
     given = sorted({rule.resume(boundary) for boundary in prompt.given} & possible)
