@@ -63,7 +63,8 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "otel": ("opentelemetry",),
     "fleet": ("zmq", "msgspec"),
     "ray": ("ray",),
-    "evals": ("lm_eval", "lighteval"),
+    "evals": ("lm_eval",),
+    "lighteval": ("lighteval",),
 }
 """What can be imported once an extra is installed."""
 

@@ -39,7 +39,7 @@ def test_questions_of_a_subject_begin_with_the_same_five_shots(tmp_path: Path) -
     found = lm_eval.simple_evaluate(model="dummy", tasks=names, task_manager=manager, bootstrap_iters=0)
     headings = set()
     for name in names:
-        prompts = [sample["arguments"]["gen_args_0"]["arg_0"] for sample in found["samples"][name]]
+        prompts = [sample["arguments"][0][0] for sample in found["samples"][name]]
         questions = [row["question"] for row in rows(tmp_path, f"{name}_test")]
         shots = {prompt[: prompt.index(str(question))] for prompt, question in zip(prompts, questions, strict=True)}
         assert len(prompts) == 6

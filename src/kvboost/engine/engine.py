@@ -335,6 +335,7 @@ class KVBoost(TenantView):
         """As :meth:`score`, for many contexts with their continuations. The results are in the order given.
 
         Contexts that begin alike run one after another, so that what they share is read once however small the memory.
+        Several run in one forward where the model's numerics allow it and none needs what another one computes.
         """
         with self._running(adapter):
             return score_many(self.parts, self.session, list(pairs), progress=progress, top=top_logprobs)

@@ -1,27 +1,77 @@
 """Scores: how probable texts are after a context, with the context's KV reused and stored.
 
-Called by :class:`kvboost.KVBoost`. What is missing of a context and all its continuations run in one forward over one
-copy of its KV, if the model's numerics allow it. Invariants: a score has the same bits warm and cold, alone and beside
-others, where prefills have; no approximate KV is ever used.
+Called by :class:`kvboost.KVBoost`. What is missing of some contexts and all their continuations run in one forward,
+over one copy of each one's KV, if the model's numerics allow it. Invariants: a score has the same bits warm and cold,
+alone and beside others, where prefills have; no approximate KV is ever used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 
 import torch
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
 
+from kvboost.capacity import MAX_IDLE
 from kvboost.core.costs import StageClock
 from kvboost.core.session import Session
 from kvboost.engine.parts import EngineParts
 from kvboost.engine.single import open_prefill
 from kvboost.errors import ConfigError
 from kvboost.hf.prompt import Prompt, PromptEncoder
+from kvboost.hf.scoring import Text
 from kvboost.types import GenerationMode, ReuseReport, Score
 
 _Top = tuple[tuple[int, float], ...]
 """Token ids with their log-probabilities."""
+
+_AT_ONCE = MAX_IDLE  # contexts in one forward: each needs a cache, and so many are kept
+_ROWS_AT_ONCE = 512  # of one forward; with more of them a row is hardly cheaper
+_COMPUTED_AGAIN = 32  # tokens that contexts share and that are not worth a forward of their own
+
+
+class _Job:
+    """A context, and all that may follow it."""
+
+    def __init__(self, context: list[int], continuations: list[list[int]], *, top: int | None) -> None:
+        """With ``top`` ranks are found too, and so many of the likeliest tokens."""
+        self.context, self.continuations, self._top = context, continuations, top
+        self.found: list[list[tuple[float, bool, int, _Top]]] = [[] for _ in continuations]
+        # Those that differ in their last token only, as single tokens do, are read once.
+        self._numbers: dict[tuple[int, ...], list[int]] = {}
+        for number, tokens in enumerate(continuations):
+            self._numbers.setdefault(tuple(tokens[:-1]), []).append(number)
+        self.following = dict(enumerate(self._numbers))
+
+    @property
+    def total(self) -> int:
+        """Tokens of the context and the longest that follows it."""
+        return len(self.context) + max(map(len, self.following.values()))
+
+    def take(self, index: int, start: int, logprobs: torch.Tensor) -> None:
+        """What follows the context and some tokens of a sequence."""
+        best, likeliest = logprobs.argmax(dim=-1), _likeliest(logprobs, self._top or 0)
+        for number in self._numbers[self.following[index]]:
+            ids = torch.tensor(self.continuations[number][start : start + len(logprobs)], device=logprobs.device)
+            each = logprobs.gather(1, ids[:, None])
+            ranks = (1 + (logprobs > each).sum(dim=-1) if self._top is not None else ids).tolist()
+            self.found[number] += zip(each[:, 0].tolist(), (best == ids).tolist(), ranks, likeliest, strict=True)
+
+    def scores(self, report: ReuseReport) -> list[Score]:
+        """Of its continuations."""
+        scores = []
+        for tokens, each in zip(self.continuations, self.found, strict=True):
+            logprobs, greedy, ranks, likeliest = zip(*each, strict=True)
+            more = {"ranks": ranks, "top": likeliest} if self._top is not None else {}
+            scores.append(Score(tuple(tokens), logprobs, all(greedy), report, **more))
+        return scores
+
+
+def _likeliest(logprobs: torch.Tensor, count: int) -> list[_Top]:
+    """For each row of [tokens, vocab] its likeliest ids."""
+    values, ids = logprobs.topk(min(count, logprobs.shape[-1]), dim=-1)
+    return [tuple(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
 
 
 def score_many(
@@ -36,22 +86,103 @@ def score_many(
     if top is not None and top < 0:
         raise ConfigError(f"top_logprobs={top} is no number of tokens; give 0 or more, or None for no ranks")
     # By context, whoever gave it: which pair, which place in it, and the tokens of the continuation.
-    jobs: dict[tuple[int, ...], list[tuple[int, int, list[int]]]] = {}
+    wanted: dict[tuple[int, ...], list[tuple[int, int, list[int]]]] = {}
     for number, (text, continuations) in enumerate(pairs):
         for place, (context, tokens) in enumerate(_encoded(parts.encoder, text, continuations)):
-            jobs.setdefault(tuple(context), []).append((number, place, tokens))
+            wanted.setdefault(tuple(context), []).append((number, place, tokens))
     found: list[dict[int, Score]] = [{} for _ in pairs]
-    for context, wanted in tqdm(sorted(jobs.items()), unit="context", desc="scoring", disable=not progress, delay=2):
-        following = [tokens for _, _, tokens in wanted]
+    with tqdm(total=len(wanted), unit="context", desc="scoring", disable=not progress, delay=2) as bar:
+        for jobs, scores in _scored(parts, session, sorted(wanted.items()), top=top):
+            for job, of_job in zip(jobs, scores, strict=True):
+                for (number, place, _), score in zip(wanted[tuple(job.context)], of_job, strict=True):
+                    found[number][place] = score
+            bar.update(len(jobs))
+    return [[of_pair[place] for place in range(len(of_pair))] for of_pair in found]
+
+
+def _scored(
+    parts: EngineParts,
+    session: Session | None,
+    wanted: Sequence[tuple[tuple[int, ...], Sequence[tuple[int, int, list[int]]]]],
+    *,
+    top: int | None,
+) -> Iterator[tuple[list[_Job], list[list[Score]]]]:
+    """Contexts with their scores, as many at a time as are read together."""
+    ready: list[_Job] = []
+    for context, following in wanted:
+        job = _Job(list(context), [tokens for _, _, tokens in following], top=top)
         # Plain Transformers reads a context and what follows it at once: with the frequencies of that length.
-        whole = [*context, *max(following, key=len)]
+        whole = [*context, *max(job.following.values(), key=len)]
         usable, refusal = parts.generator.usable(session, whole, GenerationMode.PREFIX_CACHE)
         if parts.layout is not None and parts.layout.indexed:
             usable, refusal = None, "its sparse attention chooses other positions behind a cache"
-        scores = _score(parts, usable, list(context), following, refusal=refusal, top=top)
-        for (number, place, _), score in zip(wanted, scores, strict=True):
-            found[number][place] = score
-    return [[of_pair[place] for place in range(len(of_pair))] for of_pair in found]
+        if usable is None:
+            yield [job], [_plain(parts, job, refusal)]
+        else:
+            ready.append(job)
+    if session is not None:
+        for group in _groups(parts, session, ready):
+            yield group, _read(parts, session, group)
+
+
+def _groups(parts: EngineParts, session: Session, jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
+    """Contexts that are read together, in their order: none of them waits for what another one computes."""
+    group: list[_Job] = []
+    stored = rows = 0
+    before: list[int] = []
+    memory = session.budget.limit if session.budget.limit is not None else session.budget.jobs_bytes
+    for job in jobs:
+        shared = next((at for at, (a, b) in enumerate(zip(job.context, before, strict=False)) if a != b), len(before))
+        more = len(job.context) - shared + sum(map(len, job.following.values()))
+        needed = sum(session.budget.bytes_for(other.total) for other in [*group, job])
+        full = len(group) == _AT_ONCE or rows + more > min(_ROWS_AT_ONCE, parts.scorer.most) or needed > memory
+        if group and (full or shared > stored + _COMPUTED_AGAIN):
+            yield group
+            group, rows = [], 0
+        if not group:
+            stored = shared
+        group.append(job)
+        rows += more
+        before = job.context
+    if group:
+        yield group
+
+
+def _read(parts: EngineParts, session: Session, jobs: Sequence[_Job]) -> list[list[Score]]:
+    """The scores of contexts that are read together."""
+    clock = StageClock()
+    with ExitStack() as opened:
+        states = []
+        for job in jobs:
+            session.budget.check(job.total, why="scores read all of it at once")
+            new = job.total - len(job.context)
+            state = open_prefill(session, job.context, boundaries=(), clock=clock, new_tokens=new)
+            states.append(opened.enter_context(state))
+        for job, state in zip(jobs, states, strict=True):
+            if len(job.context) - state.num_computed > parts.scorer.most:
+                session.prefiller.advance(state, to=len(job.context) - 1)
+        texts = [
+            Text(state.cache, job.context[state.num_computed :], job.following)
+            for job, state in zip(jobs, states, strict=True)
+        ]
+        for part in parts.scorer.score(texts):
+            jobs[part.text].take(part.sequence, part.start, part.logprobs)
+        for job, state in zip(jobs, states, strict=True):
+            if state.cache.get_seq_length() == len(job.context):
+                state.computed(len(job.context))
+            session.prefiller.commit(state)
+        clock.lap("score")
+        return [job.scores(state.report()) for job, state in zip(jobs, states, strict=True)]
+
+
+def _plain(parts: EngineParts, job: _Job, refusal: str | None) -> list[Score]:
+    """The scores of a context that reuses nothing, for this reason."""
+    clock = StageClock()
+    for index, tokens in job.following.items():
+        logits = parts.runner.last_logits([*job.context, *tokens], None, keep=len(tokens) + 1)
+        job.take(index, 0, logits.float().log_softmax(dim=-1))
+    report = ReuseReport(0, 0, 0, len(job.context), bitwise=True, timings_ms=clock.stages(), reason=refusal)
+    return job.scores(report)
 
 
 def _encoded(
@@ -78,62 +209,3 @@ def encode_pair(encoder: PromptEncoder, context: Prompt, continuation: Prompt) -
         continuation, context = context[-spaces:] + continuation, context[:-spaces]
     before, whole = encoder.encode(context), encoder.encode(context + continuation)
     return before, whole[len(before) :]
-
-
-def _score(
-    parts: EngineParts,
-    session: Session | None,
-    context: list[int],
-    continuations: Sequence[list[int]],
-    *,
-    refusal: str | None,
-    top: int | None,
-) -> list[Score]:
-    """The score of each continuation. Without a session nothing is reused, for the reason ``refusal``."""
-    clock = StageClock()
-    # Those that differ in their last token only, as single tokens do, are read once.
-    wanted: dict[tuple[int, ...], list[int]] = {}
-    for number, following in enumerate(continuations):
-        wanted.setdefault((context[-1], *following[:-1]), []).append(number)
-    read = list(wanted)
-    found: list[list[tuple[float, bool, int, _Top]]] = [[] for _ in continuations]
-
-    def take(index: int, start: int, logprobs: torch.Tensor) -> None:
-        best, likeliest = logprobs.argmax(dim=-1), _likeliest(logprobs, top or 0)
-        for number in wanted[read[index]]:
-            ids = torch.tensor(continuations[number][start : start + len(logprobs)], device=logprobs.device)
-            each = logprobs.gather(1, ids[:, None])
-            ranks = (1 + (logprobs > each).sum(dim=-1) if top is not None else ids).tolist()
-            found[number] += zip(each[:, 0].tolist(), (best == ids).tolist(), ranks, likeliest, strict=True)
-
-    if session is None:
-        for index, tokens in enumerate(read):
-            logits = parts.runner.last_logits([*context[:-1], *tokens], None, keep=len(tokens))
-            take(index, 0, logits.float().log_softmax(dim=-1))
-        report = ReuseReport(0, 0, 0, len(context), bitwise=True, timings_ms=clock.stages(), reason=refusal)
-    else:
-        longest = max(map(len, read), default=0)
-        session.budget.check(len(context) + longest, why="scores read all of it at once")
-        with open_prefill(session, context, boundaries=(), clock=clock, new_tokens=longest) as state:
-            if len(context) - state.num_computed > parts.scorer.most:
-                session.prefiller.advance(state, to=len(context) - 1)
-            missing, after = context[state.num_computed :], [tokens[1:] for tokens in read]
-            for part in parts.scorer.score(missing, after, state.cache):
-                take(part.sequence, part.start, part.logprobs)
-            if state.cache.get_seq_length() == len(context):
-                state.computed(len(context))
-            session.prefiller.commit(state)
-            clock.lap("score")
-            report = state.report()
-    scores = []
-    for following, each in zip(continuations, found, strict=True):
-        logprobs, greedy, places, likeliest = zip(*each, strict=True)
-        more = {"ranks": places, "top": likeliest} if top is not None else {}
-        scores.append(Score(tuple(following), logprobs, all(greedy), report, **more))
-    return scores
-
-
-def _likeliest(logprobs: torch.Tensor, count: int) -> list[_Top]:
-    """For each row of [tokens, vocab] its likeliest ids."""
-    values, ids = logprobs.topk(min(count, logprobs.shape[-1]), dim=-1)
-    return [tuple(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]

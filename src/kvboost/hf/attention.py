@@ -269,10 +269,10 @@ class JointStep(Plan):
 
 
 class SharedStep(JointStep):
-    """The same of a text and of sequences after it: each is written over the one before when its turn comes."""
+    """The same of texts and of sequences after them: each is written over the one before when its turn comes."""
 
     def attend(self, call: Call) -> torch.Tensor:
-        """Attention of each to itself and to what the cache held before the step, of a sequence to the text too."""
+        """Attention of each to itself and to what its cache held before the step, of a sequence to its text too."""
         layer, results = _layer_of(call), []
         new = (torch.split(states, self.rows, dim=2) for states in (call.query, call.key, call.value))
         for part, (query, key, value), allowed in zip(

@@ -22,7 +22,7 @@ try:
     from lighteval.models.transformers.transformers_model import TransformersModel, TransformersModelConfig
     from pydantic import Field
 except ImportError as error:
-    raise ImportError(f"lighteval is not installed: {with_extra('evals')}") from error
+    raise ImportError(f"lighteval is not installed: {with_extra('lighteval')}") from error
 
 Request = tuple[list[int], list[int]]
 """The tokens of context and continuation."""

@@ -173,17 +173,20 @@ class Tiles:
             yield step
 
     @contextmanager
-    def shared_step(self, cache: Any, rows: int, following: Sequence[int]) -> Iterator[SharedStep]:
-        """The same of ``rows`` tokens over ``cache`` and of sequences that all go on from those.
+    def shared_step(self, texts: Sequence[tuple[Any, int, Sequence[int]]]) -> Iterator[SharedStep]:
+        """The same of some texts, and of sequences that all go on from one of them; the logits too.
 
-        The vocabulary projection is in tested sizes too.
+        Of each text its cache, how many rows it has over that, and how many each sequence has after those.
         """
-        start = cache.get_seq_length()
-        end = start + rows
-        cache.reserve(end + max(following, default=0) + self.granule)  # not while a sequence lies in it
-        parts = [self._over(cache, start, rows), *(self._over(cache, end, count) for count in following)]
-        step = SharedStep(parts, [rows, *following])
-        with self._in_sizes(rows + sum(following), head=True), attending(step):
+        parts: list[Step] = []
+        rows: list[int] = []
+        for held, count, following in texts:
+            start = held.get_seq_length()
+            end = start + count
+            held.reserve(end + max(following, default=0) + self.granule)  # not while a sequence lies in it
+            parts += [self._over(held, start, count), *(self._over(held, end, more) for more in following)]
+            rows += [count, *following]
+        with self._in_sizes(sum(rows), head=True), attending(step := SharedStep(parts, rows)):
             yield step
 
     def _over(self, cache: Any, start: int, rows: int) -> Step:
