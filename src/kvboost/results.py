@@ -182,9 +182,9 @@ class Score:
     reuse: ReuseReport
     """Of the context, which all continuations share."""
     ranks: tuple[int, ...] = ()
-    """Of each token among all that could stand there, 1 for the likeliest; only with ``top_logprobs``."""
+    """Of each token among all that could stand there: 1 for the likeliest."""
     top: tuple[tuple[tuple[int, float], ...], ...] = ()
-    """For each token the likeliest ones in its place, with their log-probabilities; only with ``top_logprobs``."""
+    """For each token the likeliest ones in its place, with log-probabilities; with ``top_logprobs`` only."""
 
     @property
     def logprob(self) -> float:

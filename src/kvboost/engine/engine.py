@@ -304,24 +304,15 @@ class KVBoost(TenantView):
 
     # Scoring
 
-    def score(
-        self,
-        context: Prompt,
-        continuations: Sequence[Prompt],
-        *,
-        adapter: AdapterName = AS_SET,
-        top_logprobs: int | None = None,
-    ) -> list[Score]:
+    def score(self, context: Prompt, continuations: Sequence[Prompt], *, adapter: AdapterName = AS_SET) -> list[Score]:
         """How probable each of ``continuations`` is after ``context``, whose KV is reused and stored.
 
         Texts are encoded together with the context and cut where it ends; spaces at its end go to the continuations,
         as in EleutherAI's harness. All continuations run in one step over one copy of the context's KV where the
         model's numerics allow it. Approximate KV is never used, whatever the settings. A score has the same bits
-        warm and cold, alone and beside others, where ``kvboost doctor`` says bitwise. With ``top_logprobs`` it also has
-        each token's rank and so many of the likeliest tokens in its place.
+        warm and cold, alone and beside others, where ``kvboost doctor`` says bitwise.
         """
-        pairs = [(context, continuations)]
-        (found,) = self.score_many(pairs, adapter=adapter, top_logprobs=top_logprobs, progress=False)
+        (found,) = self.score_many([(context, continuations)], adapter=adapter, progress=False)
         return found
 
     def score_many(
@@ -329,13 +320,14 @@ class KVBoost(TenantView):
         pairs: Iterable[tuple[Prompt, Sequence[Prompt]]],
         *,
         adapter: AdapterName = AS_SET,
-        top_logprobs: int | None = None,
+        top_logprobs: int = 0,
         progress: bool = True,
     ) -> list[list[Score]]:
         """As :meth:`score`, for many contexts with their continuations. The results are in the order given.
 
         Contexts that begin alike run one after another, so that what they share is read once however small the memory.
         Several run in one forward where the model's numerics allow it and none needs what another one computes.
+        Their ``top`` has for each token so many (``top_logprobs``) of the likeliest ones in its place.
         """
         with self._running(adapter):
             return score_many(self.parts, self.session, list(pairs), progress=progress, top=top_logprobs)

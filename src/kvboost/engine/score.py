@@ -34,8 +34,8 @@ _COMPUTED_AGAIN = 32  # tokens that contexts share and that are not worth a forw
 class _Job:
     """A context, and all that may follow it."""
 
-    def __init__(self, context: list[int], continuations: list[list[int]], *, top: int | None) -> None:
-        """With ``top`` ranks are found too, and so many of the likeliest tokens."""
+    def __init__(self, context: list[int], continuations: list[list[int]], *, top: int) -> None:
+        """Of the likeliest tokens ``top`` are found, too."""
         self.context, self.continuations, self._top = context, continuations, top
         self.found: list[list[tuple[float, bool, int, _Top]]] = [[] for _ in continuations]
         # Those that differ in their last token only, as single tokens do, are read once.
@@ -51,20 +51,20 @@ class _Job:
 
     def take(self, index: int, start: int, logprobs: torch.Tensor) -> None:
         """What follows the context and some tokens of a sequence."""
-        best, likeliest = logprobs.argmax(dim=-1), _likeliest(logprobs, self._top or 0)
+        best, likeliest = logprobs.argmax(dim=-1), _likeliest(logprobs, self._top)
         for number in self._numbers[self.following[index]]:
             ids = torch.tensor(self.continuations[number][start : start + len(logprobs)], device=logprobs.device)
             each = logprobs.gather(1, ids[:, None])
-            ranks = (1 + (logprobs > each).sum(dim=-1) if self._top is not None else ids).tolist()
-            self.found[number] += zip(each[:, 0].tolist(), (best == ids).tolist(), ranks, likeliest, strict=True)
+            ranks = 1 + (logprobs > each).sum(dim=-1)
+            told = each[:, 0].tolist(), (best == ids).tolist(), ranks.tolist(), likeliest
+            self.found[number] += zip(*told, strict=True)
 
     def scores(self, report: ReuseReport) -> list[Score]:
         """Of its continuations."""
         scores = []
         for tokens, each in zip(self.continuations, self.found, strict=True):
             logprobs, greedy, ranks, likeliest = zip(*each, strict=True)
-            more = {"ranks": ranks, "top": likeliest} if self._top is not None else {}
-            scores.append(Score(tuple(tokens), logprobs, all(greedy), report, **more))
+            scores.append(Score(tuple(tokens), logprobs, all(greedy), report, ranks, likeliest))
         return scores
 
 
@@ -80,11 +80,11 @@ def score_many(
     pairs: Sequence[tuple[Prompt, Sequence[Prompt]]],
     *,
     progress: bool,
-    top: int | None,
+    top: int,
 ) -> list[list[Score]]:
-    """The scores of each pair's continuations, in their order; with ranks and the ``top`` likeliest, if not None."""
-    if top is not None and top < 0:
-        raise ConfigError(f"top_logprobs={top} is no number of tokens; give 0 or more, or None for no ranks")
+    """The scores of each pair's continuations, in their order, with the ``top`` likeliest tokens."""
+    if top < 0:
+        raise ConfigError(f"top_logprobs={top} is no number of tokens; give 0 or more")
     # By context, whoever gave it: which pair, which place in it, and the tokens of the continuation.
     wanted: dict[tuple[int, ...], list[tuple[int, int, list[int]]]] = {}
     for number, (text, continuations) in enumerate(pairs):
@@ -105,7 +105,7 @@ def _scored(
     session: Session | None,
     wanted: Sequence[tuple[tuple[int, ...], Sequence[tuple[int, int, list[int]]]]],
     *,
-    top: int | None,
+    top: int,
 ) -> Iterator[tuple[list[_Job], list[list[Score]]]]:
     """Contexts with their scores, as many at a time as are read together."""
     ready: list[_Job] = []

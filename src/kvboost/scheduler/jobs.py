@@ -61,6 +61,8 @@ class NewToken:
     token_id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
+    """Of a prompt's token among all that could stand there, 1 for the likeliest."""
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,8 @@ def test_what_the_prompts_share_is_read_once_and_kept(keyed: Running) -> None:
     shared = len(keyed.engine.encode(_prompt(_QUERY, "").partition("\n<assistant>")[0]))
     first = _ask(keyed, "/rerank", query=_QUERY, documents=_DOCUMENTS)["usage"]
     fresh = first["prompt_tokens"] - first["prompt_tokens_details"]["cached_tokens"]
-    assert fresh <= first["prompt_tokens"] - 4 * (shared - 1)
+    # Of two pieces the second reads what is less than a chunk again.
+    assert fresh <= first["prompt_tokens"] - 4 * (shared - 1) + 64
     chunks = sum(view.cache_stats()["hot_chunks"] for view in keyed.engine.views())
     again = _ask(keyed, "/rerank", query=_QUERY, documents=["Other words."])["usage"]
     assert again["prompt_tokens_details"]["cached_tokens"] >= shared - 64
@@ -190,7 +191,7 @@ _RANKED: dict[str, Any] = {"query": "x", "documents": ["y"]}
         ("/score", {**_PAIR, "truncate_prompt_tokens": 9}, "truncate_prompt_tokens", "not supported"),
         ("/score", {**_PAIR, "template": "{query}"}, "template", "{document}"),
         ("/score", {**_PAIR, "template": "{document}{query}"}, "template", "begin the template"),
-        ("/score", {**_PAIR, "yes": "no"}, "no", "begin differently"),
+        ("/score", {**_PAIR, "yes": "no"}, "no", "different words"),
         ("/score", {**_PAIR, "yes": ""}, "yes", "1 or more characters"),
         ("/rerank", {"query": "x"}, "documents", "required"),
         ("/rerank", {**_RANKED, "documents": []}, "documents", "1 or more entries"),

@@ -21,12 +21,12 @@ _ONE: dict[str, Any] = {"query": "x", "documents": ["alone"]}
 
 
 class Turnstile:
-    """Lets calls of ``KVBoost.score`` through one by one."""
+    """Lets calls of ``KVBoost.score_many`` through one by one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tenants: list[str] = []
         self.arrived, self.open = threading.Semaphore(0), threading.Semaphore(0)
-        score = KVBoost.score
+        score = KVBoost.score_many
 
         def stopped(engine: KVBoost, *args: Any, **given: Any) -> Any:
             self.tenants.append(engine.config.tenant)
@@ -34,7 +34,7 @@ class Turnstile:
             self.open.acquire()
             return score(engine, *args, **given)
 
-        monkeypatch.setattr(KVBoost, "score", stopped)
+        monkeypatch.setattr(KVBoost, "score_many", stopped)
         monkeypatch.setattr("kvboost.serve.generation.scores._PIECE", 1)
 
 
@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_refused(server: Running, monkeypatch: pytest.Monke
     def full(*args: Any, **given: Any) -> Any:
         raise CapacityError("secret numbers")
 
-    monkeypatch.setattr(KVBoost, "score", full)
+    monkeypatch.setattr(KVBoost, "score_many", full)
     with server.http() as http:
         answer = http.post("/rerank", json=_ONE)
         echo = http.post("/v1/completions", json={"model": "tiny", "prompt": "xyz", "echo": True, "logprobs": 1})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
@@ -14,12 +14,11 @@ from kvboost.scheduler.jobs import NewToken
 from kvboost.serve.api.common import DONE, AppCaller, AppService, streamed, with_ignored
 from kvboost.serve.errors import bad_request
 from kvboost.serve.generation.requests import Answer, GenerationRequest, sampling_of
-from kvboost.serve.generation.scores import PromptToken, prompt_tokens
+from kvboost.serve.generation.scores import prompt_tokens
 from kvboost.serve.generation.service import Service
 from kvboost.serve.generation.token_stream import Piece
 from kvboost.serve.schemas.chat import CompletionRequest
 
-T = TypeVar("T")
 _DEFAULT_TOKENS = 16  # OpenAI's
 
 
@@ -33,8 +32,9 @@ async def completions(service: AppService, body: CompletionRequest, caller: AppC
         raise bad_request("stream_options needs stream", param="stream_options")
     if body.prompt_logprobs is not None and body.stream:
         raise bad_request("prompt_logprobs does not go with stream; leave one of them out", param="prompt_logprobs")
-    if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
-        raise bad_request("max_tokens=0 needs echo or prompt_logprobs; give 1 or more", param="max_tokens")
+    if body.max_tokens == 0 and body.prompt_logprobs is None and (not body.echo or body.logprobs is None):
+        needs = "max_tokens=0 needs echo and logprobs, or prompt_logprobs; give 1 or more"
+        raise bad_request(needs, param="max_tokens")
     made = body.n or 1
     prompts = _prompts(body.prompt)
     if len(prompts) * made > service.limits.max_prompts * service.limits.max_choices:
@@ -83,34 +83,31 @@ class _Writer:
     _generation: GenerationRequest
     _echoed: Sequence[str]
     """The texts of the prompts, if they are to be repeated."""
-    _read: Sequence[Sequence[PromptToken]] = ()
+    _read: Sequence[Sequence[NewToken]] = ()
     """The tokens of the prompts, if their log-probabilities are wanted."""
 
     async def whole(self) -> Response:
         """The answer as one object."""
         pieces: dict[int, list[Piece]] = {}
-        choices: list[dict[str, Any]] = []
         async with self._service.generating(self._generation, prefix="cmpl-") as answer:
             await self._score(answer)
             async for event in answer.events():
                 if isinstance(event, Piece):
                     pieces.setdefault(event.index, []).append(event)
-                    continue
-                choices.append(
-                    {"index": event.index, "text": event.text, "logprobs": None, "finish_reason": event.reason}
-                )
-        choices.sort(key=lambda choice: int(choice["index"]))
 
         def written() -> Response:
-            for choice in choices:
-                index = choice["index"]
-                choice["text"] = self._before(index) + choice["text"]
-                choice["logprobs"] = self._logprobs(index, pieces.get(index, []), begins=True)
+            choices: list[dict[str, Any]] = []
+            for ended in sorted(answer.ended, key=lambda ended: ended.index):
+                text = self._before(ended.index) + ended.text
+                logprobs = self._logprobs(ended.index, pieces.get(ended.index, ()), begins=True)
+                choice = {"index": ended.index, "text": text, "logprobs": logprobs, "finish_reason": ended.reason}
                 if self._body.prompt_logprobs is not None:
-                    choice["prompt_logprobs"] = self._prompt_logprobs(index)
+                    choice["prompt_logprobs"] = self._prompt_logprobs(ended.index)
+                choices.append(choice)
             return JSONResponse({**answer.head("text_completion"), "choices": choices, "usage": answer.usage()})
 
-        return await self._threaded(written) if self._read else written()
+        response: Response = await self._threaded(written) if self._read else written()
+        return response
 
     async def stream(self) -> AsyncIterator[Any]:
         """The answer in pieces."""
@@ -139,18 +136,16 @@ class _Writer:
         """The prompt of a choice, if it is to be repeated."""
         return self._echoed[index // self._generation.n] if self._echoed else ""
 
-    async def _threaded(self, work: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
+    async def _threaded(self, work: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         """Not on the event loop: a prompt has many tokens."""
-        tokens = sum(map(len, self._read)) * self._generation.n
-        tenant = self._generation.caller.tenant
+        tenant, tokens = self._generation.caller.tenant, sum(map(len, self._read))
         return await self._service.tokenizing.finish(tenant, tokens, work, *arguments, **keywords)
 
     async def _score(self, answer: Answer) -> None:
         wanted = [self._body.logprobs if self._echoed else None, self._body.prompt_logprobs]
-        top = max((count for count in wanted if count is not None), default=None)
-        if top is not None:
-            prompts = self._generation.prompts
-            self._read = [await prompt_tokens(self._service, answer, ids, top=top) for ids, _ in prompts]
+        if counts := [count for count in wanted if count is not None]:
+            read = partial(prompt_tokens, self._service, answer, top=max(counts))
+            self._read = [await read(ids) for ids, _ in self._generation.prompts]
 
     def _logprobs(self, index: int, pieces: Sequence[Piece], *, begins: bool = False) -> dict[str, Any] | None:
         """Log-probabilities in the shape of completions; None where they were not requested.
@@ -167,7 +162,7 @@ class _Writer:
             tokens, offsets = [*prompt, *tokens], [*self._offsets(index, prompt), *offsets]
         return {
             "tokens": [self._text(token.token_id) for token in tokens],
-            "token_logprobs": [_finite(token.logprob) if token.logprob is not None else None for token in tokens],
+            "token_logprobs": [max(token.logprob, -9999.0) if token.logprob is not None else None for token in tokens],
             "top_logprobs": [self._likeliest(token) for token in tokens],
             "text_offset": offsets,
         }
@@ -178,7 +173,7 @@ class _Writer:
             return None
         found: dict[str, float] = {}
         for of, logprob in (*token.top[: self._body.logprobs], (token.token_id, token.logprob)):
-            found.setdefault(self._text(of), _finite(logprob))
+            found.setdefault(self._text(of), max(logprob, -9999.0))
         return found
 
     def _offsets(self, index: int, prompt: Sequence[NewToken]) -> list[int]:
@@ -192,25 +187,18 @@ class _Writer:
 
     def _prompt_logprobs(self, index: int) -> list[dict[str, Any] | None]:
         """Log-probabilities of a prompt in vLLM's shape."""
-        written: list[dict[str, Any] | None] = []
-        for token in self._read[index // self._generation.n]:
+
+        def entry(token: NewToken) -> dict[str, Any] | None:
+            if token.logprob is None:
+                return None
             likeliest = enumerate(token.top[: self._body.prompt_logprobs], start=1)
-            entries = [(token.token_id, token.logprob, token.rank)]
-            entries += [(of, logprob, rank) for rank, (of, logprob) in likeliest if of != token.token_id]
-            written.append(
-                {
-                    str(of): {"logprob": _finite(logprob), "rank": rank, "decoded_token": self._text(of)}
-                    for of, logprob, rank in entries
-                    if logprob is not None
-                }
-                or None
-            )
-        return written
+            found = {of: (logprob, rank) for rank, (of, logprob) in likeliest if of != token.token_id}
+            return {
+                str(of): {"logprob": max(logprob, -9999.0), "rank": rank, "decoded_token": self._text(of)}
+                for of, (logprob, rank) in [(token.token_id, (token.logprob, token.rank)), *found.items()]
+            }
+
+        return [entry(token) for token in self._read[index // self._generation.n]]
 
     def _text(self, token_id: int) -> str:
         return self._service.token_bytes(token_id).decode(errors="replace")
-
-
-def _finite(logprob: float) -> float:
-    """As JSON can write it."""
-    return max(logprob, -9999.0)

@@ -8,7 +8,7 @@ the engine does, beside the runner's jobs; a piece that nobody waits for any mor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvboost.errors import CapacityError, ConfigError
@@ -21,7 +21,6 @@ from kvboost.serve.generation.token_stream import Ended
 from kvboost.types import ReuseReport, Score
 
 _PIECE = 1024  # tokens, or one longer text
-_MAX_EXPONENT = 700.0  # e to a larger number is no float
 
 
 @dataclass(frozen=True)
@@ -37,21 +36,13 @@ class Question:
     """The first token of each answer."""
 
 
-@dataclass(frozen=True)
-class PromptToken(NewToken):
-    """A token of a prompt."""
-
-    rank: int | None = None
-    """Among all that could stand there; None for the first of a prompt, which follows nothing."""
-
-
-async def prompt_tokens(service: Service, answer: Answer, ids: Sequence[int], *, top: int) -> list[PromptToken]:
+async def prompt_tokens(service: Service, answer: Answer, ids: Sequence[int], *, top: int) -> list[NewToken]:
     """The tokens of a prompt with their log-probabilities. All of it is computed: reused tokens have none."""
-    found = [PromptToken(ids[0])]
+    found = [NewToken(ids[0])]
     for start in range(1, len(ids), _PIECE):
         tokens = ids[start : start + _PIECE]
         [score] = await _scores(service, answer, ids[:start], [tokens], top=top)
-        found += map(PromptToken, tokens, score.logprobs, score.top, score.ranks)
+        found += map(NewToken, tokens, score.logprobs, score.top, score.ranks)
     if answer.request.max_new_tokens == 0:
         report = ReuseReport(0, 0, 0, len(ids), bitwise=True, reason="log-probabilities of a prompt need all of it")
         answer.read += [report] * answer.request.n
@@ -61,40 +52,24 @@ async def prompt_tokens(service: Service, answer: Answer, ids: Sequence[int], *,
 async def relevances(service: Service, answer: Answer, question: Question) -> list[float]:
     """For each document p(yes) / (p(yes) + p(no)). What the prompts share is read once, and stored."""
     found: list[float] = []
-    for tails in _pieces(question.tails):
+    step = max(1, _PIECE // (1 + max(map(len, question.tails))))
+    for start in range(0, len(question.tails), step):
+        tails = question.tails[start : start + step]
         both = [[*tail, word] for tail in tails for word in (question.yes, question.no)]
         scores = await _scores(service, answer, question.shared, both)
         for tail, yes, no in zip(tails, scores[::2], scores[1::2], strict=True):
-            difference = min(no.logprobs[-1] - yes.logprobs[-1], _MAX_EXPONENT)
-            found.append(1 / (1 + math.exp(difference)))
-            answer.read.append(_report(yes.reuse, len(question.shared), len(tail), first=tail is tails[0]))
+            likelier = max(yes.logprobs[-1], no.logprobs[-1])
+            chances = [math.exp(score.logprobs[-1] - likelier) for score in (yes, no)]
+            found.append(chances[0] / sum(chances))
+            reuse = yes.reuse
+            if tail is not tails[0]:  # the first may have computed what they share; the others repeat its last token
+                reuse = ReuseReport(len(question.shared) - 1, 0, 0, 1, bitwise=reuse.bitwise, reason=reuse.reason)
+            answer.read.append(replace(reuse, fresh_tokens=reuse.fresh_tokens + len(tail), segments=()))
     return found
 
 
-def _pieces(tails: Sequence[list[int]]) -> Iterator[list[list[int]]]:
-    piece: list[list[int]] = []
-    for tail in tails:
-        if piece and sum(map(len, piece)) + len(tail) > _PIECE:
-            yield piece
-            piece = []
-        piece.append(tail)
-    yield piece
-
-
-def _report(shared: ReuseReport, tokens: int, tail: int, *, first: bool) -> ReuseReport:
-    """Of one prompt: only the first of a piece may have computed what they share; the others repeat its last token."""
-    if first:
-        return replace(shared, fresh_tokens=shared.fresh_tokens + tail, segments=())
-    return ReuseReport(tokens - 1, 0, 0, tail + 1, bitwise=shared.bitwise, reason=shared.reason)
-
-
 async def _scores(
-    service: Service,
-    answer: Answer,
-    context: Sequence[int],
-    continuations: Sequence[Sequence[int]],
-    *,
-    top: int | None = None,
+    service: Service, answer: Answer, context: Sequence[int], continuations: Sequence[Sequence[int]], *, top: int = 0
 ) -> list[Score]:
     """One piece. Raises ApiError."""
     request = answer.request
@@ -102,7 +77,7 @@ async def _scores(
 
     def score() -> list[Score]:
         engine = service.engine.for_tenant(request.caller.tenant)
-        return engine.score(context, continuations, adapter=adapter, top_logprobs=top)
+        return engine.score_many([(context, continuations)], adapter=adapter, top_logprobs=top, progress=False)[0]
 
     try:
         return await service.scoring.run(request.caller.tenant, score)

@@ -28,6 +28,8 @@ from kvboost.serve.schemas.base import (
 _MAX_STOP_TOKENS = 128
 _MAX_LISTS = 1024  # more than an answer names segments
 _MAX_DOCUMENTS = 128  # of one prompt; the search for an order looks at all of them at every step
+_MAX_RANKED = 1024
+_Documents = Annotated[Listed[Text], at_most(lambda limits: _MAX_RANKED)]
 _Biases = dict[Annotated[str, Field(pattern=r"^\d{1,10}$")], Annotated[float, Field(ge=-100, le=100)]]
 _TextOnly = Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=1)]
 
@@ -146,6 +148,39 @@ class ArrangeRequest(Body):
     question: Text | None = None
     keep: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]] = (0, 0)
     ranks: Text | None = None
+
+
+class RankBody(Body):
+    """What a score and a ranking both take."""
+
+    model: Text | None = None
+    instruction: Text | None = None
+    template: Text | None = None
+    """A prompt with {query}, {document} and {instruction} in it. If left out, the model's chat template is used."""
+    yes: Annotated[Text, Field(min_length=1)] = "yes"
+    no: Annotated[Text, Field(min_length=1)] = "no"
+    """The answers that are compared."""
+    user: Inert = None
+
+
+class ScoreRequest(RankBody):
+    """POST /v1/score. The first two fields are what vLLM called the other two before."""
+
+    text_1: Text | _Documents | None = None
+    text_2: Text | _Documents | None = None
+    queries: Text | _Documents | None = None
+    documents: Text | _Documents | None = None
+
+
+class RerankRequest(RankBody):
+    """POST /v1/rerank."""
+
+    query: Text
+    documents: Annotated[list[Text], Field(min_length=1, fail_fast=True), at_most(lambda limits: _MAX_RANKED)]
+    top_n: Annotated[int, Field(ge=0)] | None = None
+    """How many are returned; all of them for 0, as in vLLM."""
+    return_documents: bool | None = None
+    """Whether results have their texts; yes if left out, as in vLLM and Jina."""
 
 
 class WarmRequest(Body):
