@@ -168,8 +168,13 @@ class GuardedStore:
 
     def keep(self, make: Callable[[], KVBlock]) -> PutOutcome:
         """Put the block that ``make`` copies out of a cache; REFUSED if there is no memory for the copy."""
+        block = self.copied(make)
+        return PutOutcome.REFUSED if block is None else self.put(block)
+
+    def copied(self, make: Callable[[], T]) -> T | None:
+        """What ``make`` copies out of a cache to be stored; None if there is no memory for the copy."""
         try:
-            block = make()
+            return make()
         except _OUT_OF_MEMORY as error:
             if self._failures.count("no memory for a copy"):
                 _log.warning(
@@ -177,8 +182,7 @@ class GuardedStore:
                     "Further cases are only counted (cache_stats()['store_errors'])",
                     error,
                 )
-            return PutOutcome.REFUSED
-        return self.put(block)
+            return None
 
     def used(self, chain: Sequence[bytes]) -> None:
         """As the store's own."""

@@ -285,6 +285,8 @@ class Prefiller:
             end = state.step_end(to)
             self.runner.append(state.missing_ids(end, upload=self.runner.upload), state.cache, logits=False)
             state.computed(end)
+            if state.at_state_end:
+                state.keep_states(self.store.copied(lambda: tuple(one.clone() for one in state.cache.states())))
             if state.paged:
                 self.commit(state)  # while most of these positions are in memory
 

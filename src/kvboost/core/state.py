@@ -222,8 +222,6 @@ class PrefillState:
             self._num_exact = end
         self._num_computed = end
         self.forwards += 1
-        if end in self.hits.state_ends and self._num_exact == end:
-            self._states[end] = tuple(tensor.clone() for tensor in self._cache.states())
 
     def reposition(self, spans: ApproxSpans) -> None:
         """Add chunks from other positions to the plan; they are placed when what is before them is computed."""
@@ -267,6 +265,16 @@ class PrefillState:
         """What served this prompt or was stored of it, in order."""
         keys = [chunk.prefix_key for chunk in self.prompt.stored if chunk.end <= self._num_committed]
         return keys if self.hits.state is None else [*keys, self.hits.state]
+
+    @property
+    def at_state_end(self) -> bool:
+        """Whether the states that the cache holds now are to be kept."""
+        return self._num_computed in self.hits.state_ends and self._num_exact == self._num_computed
+
+    def keep_states(self, copies: tuple[torch.Tensor, ...] | None) -> None:
+        """``copies`` are of the states that the cache holds now; None if there is no memory for them."""
+        if copies is not None:
+            self._states[self._num_computed] = copies
 
     def states_at(self, end: int) -> tuple[torch.Tensor, ...] | None:
         """The states that were kept at this position, once: they are stored now."""
