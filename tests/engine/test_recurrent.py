@@ -201,6 +201,20 @@ def test_beams_and_samples_have_states_of_their_own(settings: dict[str, Any], ti
         assert torch.equal(found.raw.sequences, plain.sequences)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_text", *(["mamba2"] if NEWEST else [])])
+def test_a_prompt_of_one_token_begins_with_no_state(family: str, tiny: Tiny) -> None:
+    """In the cache of an earlier prompt, whose states were of one sequence."""
+    model, arguments = tiny(family), {"max_new_tokens": 6, "num_beams": 3, "eos_token_id": None}
+    plain = model.generate(torch.tensor([[5]]), do_sample=False, **arguments)
+    with engine_for(model) as engine:
+        for _ in range(2):
+            engine.warm(text(1, 40))
+            assert list(engine.generate([5], **arguments).token_ids) == plain[0, 1:].tolist()
+            whole = model(torch.tensor([[5, 6, 7]])).logits[0].log_softmax(dim=-1)
+            for score in engine.score([5], [[6, 7], [6, 7]]):
+                assert score.logprobs == pytest.approx([float(whole[0, 6]), float(whole[1, 7])], abs=1e-4)
+
+
 def test_what_cannot_be_done_is_refused_with_the_reason(tiny: Tiny) -> None:
     model = tiny("qwen3_5_text")
     with engine_for(model, quality="fast") as engine:

@@ -291,8 +291,11 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # transformers is
             self.dtype, self.device = tensor.dtype, tensor.device
 
     def forget(self) -> None:
-        """Begin a text."""
-        LinearAttentionLayer.reset(self)
+        """Begin a text, with as many sequences as that has."""
+        for tensors in (self.conv_states, self.recurrent_states):
+            tensors.update(dict.fromkeys(tensors))
+        for flags in (self.is_conv_states_initialized, self.is_recurrent_states_initialized, self.has_previous_state):
+            flags.update(dict.fromkeys(flags, False))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every sequence ``repeats`` times."""

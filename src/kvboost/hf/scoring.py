@@ -163,11 +163,13 @@ class Scorer:
 
     def _alone(self, index: int, tokens: Sequence[int], cache: SlabCache) -> Iterator[Scored]:
         """One sequence, in parts where it is long."""
-        start, states = cache.get_seq_length(), [state.clone() for state in cache.states()]
+        start = cache.get_seq_length()
+        states = [state.clone() for state in cache.states()] if start else []
         try:
             for first in range(0, len(tokens), self._most):
                 logits = self._runner.all_logits(tokens[first : first + self._most], cache)
                 yield Scored(0, index, first, logits.float().log_softmax(dim=-1))
         finally:
             cache.set_length(start)
-            cache.place_states(states)
+            if start:
+                cache.place_states(states)
