@@ -240,6 +240,7 @@ def test_memory_counts_states(tiny: Tiny) -> None:
         assert large.kv - small.kv == 2 * (100 * layout.bytes_per_token + layout.state_bytes)
         reserved = engine.session.prefiller.pool.bytes_for(100)
         assert reserved == workspace_capacity(100) * layout.bytes_per_token + layout.state_bytes
+        assert engine.session.prefiller.pool.make(tokens=100).nbytes == reserved
 
 
 def test_a_state_needs_the_kv_before_it(tiny: Tiny) -> None:

@@ -164,8 +164,8 @@ class SlabCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slabs."""
-        return sum(slab.numel() * slab.element_size() for slab, _ in self._slabs)
+        """Bytes of the slabs, and of a sequence's states."""
+        return sum(slab.numel() * slab.element_size() for slab, _ in self._slabs) + self.layout.state_bytes
 
     @property
     def is_poolable(self) -> bool:
@@ -186,7 +186,10 @@ class SlabCache(Cache):  # type: ignore[misc]  # transformers is untyped
             layer.reserve(positions)
 
     def states(self) -> tuple[torch.Tensor, ...]:
-        """The recurrent states of sequence 0, in the order of the layout: views, which the next token overwrites."""
+        """The recurrent states of sequence 0, in the order of the layout: views, which the next token overwrites.
+
+        There are none before the first token.
+        """
         return tuple(tensor[0] for layer in self._with_states for tensor in layer.states())
 
     def place_states(self, tensors: Sequence[torch.Tensor]) -> None:
