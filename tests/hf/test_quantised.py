@@ -267,6 +267,27 @@ def test_activations_that_share_a_scale_are_refused(tmp_path: Path) -> None:
         KVBoost(model, None)
 
 
+class _OneScale(torch.nn.Module):
+    def __init__(self, linear: torch.nn.Linear, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+        self.register_buffer("numbers", (linear.weight.detach() * 100).round().to(torch.int8))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(rows, self.get_buffer("numbers").to(rows.dtype) * self.scale)
+
+
+def test_a_scale_that_is_no_tensor_is_in_the_key() -> None:
+    found = []
+    for scale in (0.01, 0.02, 0.01):
+        model = tiny_model("llama")
+        for layer in model.model.layers:
+            layer.mlp.down_proj = _OneScale(layer.mlp.down_proj, scale)
+        found.append(_weights(model)["config"])
+    assert found[0] != found[1]
+    assert found[0] == found[2]
+
+
 class _Scaled(torch.nn.Parameter):
     scale: torch.Tensor
 

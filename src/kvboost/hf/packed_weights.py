@@ -83,11 +83,17 @@ def is_packed(tensor: torch.Tensor) -> bool:
 
 def settings_of_modules(model: Any) -> list[list[str]]:
     """By path, what says how modules read their weights and is in no config if the user packed them."""
-    found = [
-        [path, *(f"{name}={vars(module)[name]}" for name in _SETTINGS if vars(module).get(name) is not None)]
-        for path, module in model.named_modules()
-    ]
+    found = [[path, *_settings(module)] for path, module in model.named_modules()]
     return [settings for settings in found if len(settings) > 1]
+
+
+def _settings(module: Any) -> list[str]:
+    own = vars(module)
+    names = {name for name in _SETTINGS if own.get(name) is not None}
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    if not module._modules and any(tensor is not None and is_packed(tensor) for tensor in tensors):
+        names |= {name for name, value in own.items() if type(value) in (int, float)}  # a scale may be no tensor
+    return [f"{name}={own[name]}" for name in sorted(names)]
 
 
 def settle(model: Any) -> None:
