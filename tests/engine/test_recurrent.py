@@ -204,7 +204,8 @@ def test_beams_and_samples_have_states_of_their_own(settings: dict[str, Any], ti
 @pytest.mark.parametrize("family", ["qwen3_5_text", *(["mamba2"] if NEWEST else [])])
 def test_a_prompt_of_one_token_begins_with_no_state(family: str, tiny: Tiny) -> None:
     """In the cache of an earlier prompt, whose states were of one sequence."""
-    model, arguments = tiny(family), {"max_new_tokens": 6, "num_beams": 3, "eos_token_id": None}
+    model = tiny(family)
+    arguments: dict[str, Any] = {"max_new_tokens": 6, "num_beams": 3, "eos_token_id": None}
     plain = model.generate(torch.tensor([[5]]), do_sample=False, **arguments)
     with engine_for(model) as engine:
         for _ in range(2):
