@@ -203,13 +203,10 @@ class _Generate:
             return nullcontext()
         runner, seen = self._engine.parts.runner, []
         kind = runner.device.type
-        hook = self._model.get_input_embeddings().register_forward_pre_hook(
+        with self._model.get_input_embeddings().register_forward_pre_hook(
             lambda *_: seen.append((torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)))
-        )
-        try:
+        ):
             runner.decode(0, None)
-        finally:
-            hook.remove()
         return torch.autocast(kind, *seen[0])
 
     def _single(self, session: Session, tokens: list[int], options: dict[str, Any]) -> Any:
