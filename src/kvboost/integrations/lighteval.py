@@ -5,11 +5,10 @@ this file as the model. Everything but scoring is lighteval's Transformers model
 Invariant: log-likelihoods are those of that model up to rounding.
 """
 
-from __future__ import annotations
-
+# Annotations are evaluated: pydantic reads them, and lighteval loads this file without naming it in sys.modules.
 import ast
 import sys
-from typing import Any
+from typing import Any, Self
 
 from kvboost.config import SETTINGS
 from kvboost.engine.attach import attach
@@ -34,7 +33,7 @@ class KVBoostConfig(TransformersModelConfig):  # type: ignore[misc]  # lighteval
     settings: dict[str, Any] = Field(default_factory=dict)
 
     @classmethod
-    def from_args(cls, args: str) -> KVBoostConfig:
+    def from_args(cls, args: str) -> Self:
         """Read ``model_name=MODEL,batch_size=8,...`` as lighteval does, or the name of a model alone."""
         arguments = ModelConfig._parse_args(args) if "=" in args else {"model_name": args}
         settings = {name: _value(arguments.pop(name)) for name in SETTINGS if name in arguments}
