@@ -177,7 +177,7 @@ def test_the_command_runs_this_model(
     options = ["--custom-tasks", str(tasks), "--output-dir", str(tmp_path / "results")]
     monkeypatch.setattr(sys, "argv", ["lighteval", name, "letters|2", *options])
     detached: list[Attached] = []
-    monkeypatch.setattr(Attached, "detach", detached.append)
+    monkeypatch.setattr(Attached, "detach", lambda self: detached.append(self))
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("kvboost.integrations.lighteval", run_name="__main__")
     assert not ended.value.code
