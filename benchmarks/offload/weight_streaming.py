@@ -4,8 +4,7 @@
 Llama-shaped checkpoint of random weights (2.7 GB) and runs it in processes of its own: resident; streamed with a
 quarter of the weights, anonymous memory capped with RLIMIT_DATA and reads past the page cache; accelerate's disk
 offload and AirLLM (if installed), with the same cap if they can. Rivals read through the page cache: once as it comes,
-once with their files dropped from it before each token, as if the RAM were as small as the budget says. ``awq``
-quantizes a trained model into AWQ's layout and runs that next to the same numbers made whole.
+once with their files dropped from it before each token, as if the RAM were as small as the budget says.
 """
 
 from __future__ import annotations
@@ -50,10 +49,8 @@ SIZES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
-    parser.add_argument(
-        "--part", choices=["families", "large", "trained", "awq"], default="large", help="default: large"
-    )
-    parser.add_argument("--trained", type=Path, metavar="FOLDER", help="the model of the parts trained and awq")
+    parser.add_argument("--part", choices=["families", "large", "trained"], default="large", help="default: large")
+    parser.add_argument("--trained", type=Path, metavar="FOLDER", help="the model of the part trained")
     parser.add_argument("--small", action="store_true", help="a checkpoint of 0.8 GB instead of 2.7")
     parser.add_argument("--tokens", type=positive, default=8, help="to decode in each run (default 8)")
     parser.add_argument(
@@ -67,8 +64,6 @@ def run(args: argparse.Namespace) -> Report:
         return families()
     if args.part != "large" and args.trained is None:
         raise BenchError(f"the part {args.part} needs a trained model; give its folder with --trained FOLDER")
-    if args.part == "awq":
-        return awq(args)
     with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
         folder = Path(scratch) / "model"
         if args.part == "trained":
@@ -338,50 +333,6 @@ def play(role: str, job: dict[str, Any]) -> None:
     """What a process does: one run, whose figures it prints."""
     args = argparse.Namespace(**{**job, "model": Path(job["model"])})
     print("RESULT" + json.dumps(_ROLES[role](args)))
-
-
-@torch.no_grad()
-def awq(args: argparse.Namespace) -> Report:
-    """SmolLM2 in 4 bits, in memory and streamed, against a model of the numbers its checkpoint stands for."""
-    from transformers import AutoModelForCausalLM
-
-    from tests.helpers.awq import save_awq
-
-    prompts = [
-        [(i * 7919 + seed * 31) % 40_000 + 3 for i in range(length)] for seed, length in enumerate((8, 16, 17, 200))
-    ]
-    with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
-        folder = Path(scratch) / "awq"
-        source = AutoModelForCausalLM.from_pretrained(args.trained, dtype=torch.float32).eval()
-        save_awq(source, folder, group=64)
-        for file in args.trained.glob("*token*"):
-            shutil.copy(file, folder)
-        layers = sum(p.numel() for name, p in source.named_parameters() if ".layers." in name) * 9 // 16
-        rest = sum(p.numel() for name, p in source.named_parameters() if ".layers." not in name)
-        exact = [source(torch.tensor([prompt])).logits[0, -1] for prompt in prompts]
-
-        def error(logits: list[torch.Tensor]) -> float:
-            return max(float((f.float() - e).norm() / e.norm()) for f, e in zip(logits, exact, strict=True))
-
-        report = Report("weight_streaming")
-        table = report.table(
-            "Largest relative error of the logits of 4 prompts against the same numbers whole in float32",
-            ["dtype", "weights", "error", "the same numbers whole in this dtype", "tokens/s"],
-            dtype="float32 and bfloat16",
-            model=args.trained,
-        )
-        for dtype in (torch.float32, torch.bfloat16):
-            whole = source.to(dtype)
-            floor = error([whole(torch.tensor([prompt])).logits[0, -1] for prompt in prompts])
-            for budget in (rest * dtype.itemsize + layers // 3, 10**12):
-                with KVBoost.from_pretrained(
-                    str(folder), dtype=dtype, device="cpu", weight_budget=budget, chunk_size=4096, chunking="fixed"
-                ) as engine:
-                    found = error([engine.prefill(prompt).logits for prompt in prompts])
-                    speed = decode(engine.model, 8)["tokens_per_second"]
-                    where = engine.describe()["weights"]
-                table.add(dtype, where, f"{found:.1e}", f"{floor:.1e}", f"{speed:.1f}")
-    return report
 
 
 def families() -> Report:

@@ -35,7 +35,6 @@ DECIDES_BITS = (
     "hf/numerics",
     "hf/runner.py",
     "offload/kv",
-    "offload/weights/awq.py",
     "steps.py",
 )
 """Files and folders of this package."""

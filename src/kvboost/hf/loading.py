@@ -5,7 +5,6 @@ Used by ``kvboost.offload.weights`` for every model that need not be streamed, a
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
@@ -112,8 +111,7 @@ def loading_errors(source: ModelSource) -> Iterator[None]:
     except SafetensorError as error:
         raise ConfigError(f"the weights of {source.name!r} are damaged ({error}); download them again") from error
     except ImportError as error:
-        without = "; or give weight_budget: with it AWQ of 4 bits needs no library on a CPU" if _is_awq(source) else ""
-        raise ConfigError(f"cannot load {source.name!r}: {error}{without}") from error
+        raise ConfigError(f"cannot load {source.name!r}: {error}") from error
     except (OSError, ValueError) as error:
         folder, why = Path(source.name).expanduser(), str(error)
         if not folder.exists():
@@ -121,11 +119,3 @@ def loading_errors(source: ModelSource) -> Iterator[None]:
         elif not any((folder / name).is_file() for name in _CONFIGS) and not source.model_kwargs.keys() & _ELSEWHERE:
             why = "the folder has no config.json, so it is no model's; check the path"  # Transformers would guess
         raise ConfigError(f"cannot load {source.name!r}: {why}") from error
-
-
-def _is_awq(source: ModelSource) -> bool:
-    try:
-        config = json.loads((Path(source.name).expanduser() / "config.json").read_text(encoding="utf-8"))
-    except OSError:  # a hub name: its files may be anywhere
-        return False
-    return bool((config.get("quantization_config") or {}).get("quant_method") == "awq")

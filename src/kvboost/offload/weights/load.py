@@ -25,7 +25,6 @@ from kvboost.hf.checkpoint import Shards, checkpoint_files, sample_pages
 from kvboost.hf.device_memory import memory_available
 from kvboost.hf.loading import ModelSource, load_checkpoint, load_resident, load_tokenizer, loading_errors
 from kvboost.hf.shape import layout_of_config, shape_of
-from kvboost.offload.weights.awq import AwqWeights
 from kvboost.offload.weights.link import AcceleratorLink, Extent, FileSource, HostLink, HostSource, Link, Source
 from kvboost.offload.weights.skeleton import Skeleton, WeightPlacement, build_skeleton, place_weights
 from kvboost.offload.weights.slabs import Pieces, SlabFolder, make_slabs
@@ -64,23 +63,18 @@ def load_streamed(source: ModelSource, *, budget: int, weight_dir: str | Path | 
     files = checkpoint_files(source.path, gguf.get("gguf_file"), hub)
     shards = Shards(files) if not gguf else None
     device = source.torch_device
-    awq: AwqWeights | None = None
-    if (quantised := getattr(config, "quantization_config", None)) is not None and shards is not None:
-        awq = AwqWeights(shards, quantised)
-        del config.quantization_config  # else Transformers wants a library for it
-        if device.type != "cpu":
-            raise ConfigError("AWQ with a weight_budget is built for the CPU; leave weight_budget out")
+    if getattr(config, "quantization_config", None) is not None and shards is not None:
+        raise ConfigError("a weight_budget takes whole weights and GGUF, and these are packed; leave weight_budget out")
     dtype = dtype_asked_for(source.dtype, config, shards)
-    prepare = {"prepare": awq.prepare} if awq is not None else {}
     made_with = _only(arguments, "attn_implementation", "trust_remote_code")
-    skeleton = build_skeleton(config, dtype=dtype, **prepare, **made_with)
-    if skeleton.total_bytes <= budget and awq is None:
+    skeleton = build_skeleton(config, dtype=dtype, **made_with)
+    if skeleton.total_bytes <= budget:
         return None
     placement = place_weights(skeleton.rest, skeleton.slabs, budget=budget)  # before anything is written
     key = hashlib.sha256(f"{_key(files, shards)}|{dtype}".encode()).hexdigest()
     where = Path(weight_dir).expanduser() if weight_dir is not None else files[0].parent
     slabs = [skeleton.rest, *skeleton.slabs]
-    pieces = _pieces(skeleton, shards, awq, source)
+    pieces = _pieces(skeleton, shards, source)
     folder = make_slabs(where / f"kvboost-weights-{key[:16]}", slabs, pieces=pieces, key=key)
     link: Link = HostLink(budget=budget) if device.type == "cpu" else AcceleratorLink(device, budget=budget)
     put_together(skeleton, folder, placement, link=link, device=device)
@@ -112,7 +106,7 @@ def put_together(
     return streamer
 
 
-def _pieces(skeleton: Skeleton, shards: Shards | None, awq: AwqWeights | None, source: ModelSource) -> Pieces:
+def _pieces(skeleton: Skeleton, shards: Shards | None, source: ModelSource) -> Pieces:
     """Where the slabs' bytes come from: the checkpoint's files, or the model as Transformers loads it.
 
     The latter for checkpoints whose tensors are not the model's own (GGUF, older names), once, to make the slabs.
@@ -120,20 +114,14 @@ def _pieces(skeleton: Skeleton, shards: Shards | None, awq: AwqWeights | None, s
     weights = {weight.name: weight for slab in (skeleton.rest, *skeleton.slabs) for weight in slab.weights}
     if shards is not None:
         tensors = shards.tensors
-        plain = [name for name in weights if awq is None or not awq.holds(name)]
-        stored = {name: [a for a in skeleton.aliases[name] if a in tensors] for name in plain}
+        stored = {name: [a for a in skeleton.aliases[name] if a in tensors] for name in weights}
 
         def from_files(name: str) -> Iterable[memoryview]:
-            if name in stored:
-                return shards.pieces(stored[name][0], weights[name].dtype)
-            assert awq is not None
-            return awq.pieces(name, weights[name].dtype)
+            return shards.pieces(stored[name][0], weights[name].dtype)
 
         # Tied weights that a checkpoint holds twice are Transformers' business: it may untie them.
         if all(len(s) == 1 and tensors[s[0]].shape == weights[n].shape for n, s in stored.items()):
             return from_files
-        if awq is not None:
-            raise ConfigError("this AWQ checkpoint does not name its tensors as the model; leave weight_budget out")
     loaded: dict[str, torch.Tensor] = {}
 
     def from_model(name: str) -> Iterable[memoryview]:

@@ -66,13 +66,10 @@ class Skeleton:
                 module._buffers[key] = tensor
 
 
-def build_skeleton(
-    config: Any, *, dtype: torch.dtype, prepare: Callable[[Any], None] = lambda model: None, **arguments: Any
-) -> Skeleton:
-    """The model of this config, on no device; ``prepare`` may replace its modules."""
+def build_skeleton(config: Any, *, dtype: torch.dtype, **arguments: Any) -> Skeleton:
+    """The model of this config, on no device."""
     with _EmptyWithoutMemory():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, **arguments)
-    prepare(model)
     model.eval()
     _check_dtypes(model, dtype)
     try:
