@@ -98,8 +98,11 @@ class ExactReuseMachine(RuleBasedStateMachine):
         if hasattr(self, "warm"):
             assert self.warm._store.stats().leased == 0, "a lease was leaked"
 
-    def _prompt(self, text: int, length: int, tail: list[int]) -> list[int]:
-        return self.texts[text][: length * self.scale] + tail
+    def _prompt(self, text: int, length: int, tail: list[int], at_step: bool) -> list[int]:
+        tokens = self.texts[text][: length * self.scale] + tail
+        if at_step and self.grid and len(tokens) > self.grid:  # as long as what is stored, state and all
+            tokens = tokens[: len(tokens) // self.grid * self.grid]
+        return tokens
 
     def _check_hit(self, tokens: list[int], hit: int) -> None:
         least, most = hit_bounds(tokens, self.earlier, self._ends(tokens), grid=self.grid)
@@ -117,16 +120,17 @@ class ExactReuseMachine(RuleBasedStateMachine):
             st.sampled_from([k * c + d for c in (4, 8, 16) for k in (1, 2, 3, 4) for d in (-1, 0, 1)]),
         ),
         "tail": st.lists(st.integers(3, VOCAB - 1), min_size=1, max_size=5),
+        "at_step": st.booleans(),
     }
 
     @rule(**prompts)
-    def prefill(self, text: int, length: int, tail: list[int]) -> None:
-        tokens = self._prompt(text, length, tail)
+    def prefill(self, text: int, length: int, tail: list[int], at_step: bool) -> None:
+        tokens = self._prompt(text, length, tail, at_step)
         self._check_hit(tokens, assert_warm_equals_cold(self.warm, self.cold, tokens))
 
     @rule(**prompts)
-    def generate(self, text: int, length: int, tail: list[int]) -> None:
-        tokens = self._prompt(text, length, tail)
+    def generate(self, text: int, length: int, tail: list[int], at_step: bool) -> None:
+        tokens = self._prompt(text, length, tail, at_step)
         wanted = {"max_new_tokens": 2, "temperature": 0, "return_dict_in_generate": True, "output_logits": True}
         self.cold.clear()
         one, other = self.warm.generate(tokens, **wanted), self.cold.generate(tokens, **wanted)
