@@ -269,8 +269,9 @@ class KVBoost(TenantView):
         if isinstance(prompts, str):
             raise ConfigError("generate_batch() takes a list of prompts; give [text], or generate() for a single one")
         options = {**generate_kwargs, "max_new_tokens": max_new_tokens, "temperature": temperature}
-        window = max(1, len(prompts))
-        return list(self.map(prompts, mode=mode, adapter=adapter, window=window, progress=False, **options))
+        requests = list(requests_of(self.parts, prompts, options=options, adapter=adapter))
+        with self._running(adapter):
+            return self.parts.batches.run(self.session, requests, mode)
 
     def map(
         self,
