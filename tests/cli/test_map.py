@@ -112,5 +112,7 @@ def test_other_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "cannot be read" in capsys.readouterr().err
     assert run(tmp_path, prompts, written(tmp_path / "other.jsonl", {"a": 1})) == 2
     assert "is no file of answers to go on with" in capsys.readouterr().err
+    assert run(tmp_path, prompts, tmp_path / "absent" / "out.jsonl") == 2
+    assert "there is no directory" in capsys.readouterr().err
     assert run(tmp_path, prompts, tmp_path / "out.jsonl", "--together", "0") == 2
     assert "--together 0" in capsys.readouterr().err

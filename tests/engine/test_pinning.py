@@ -114,3 +114,9 @@ def test_tenants_have_contexts_of_their_own_and_clearing_drops_them(tiny: Tiny) 
 def test_what_cannot_be_held_is_said(tiny: Tiny) -> None:
     with KVBoost(tiny("llama"), chunk_size=64) as engine, pytest.raises(ConfigError, match="make it longer"):
         engine.save_context("short", [5])
+
+
+@pytest.mark.parametrize("seconds", [0, -1, "1h"])
+def test_a_time_that_is_none_is_refused(seconds: Any, tiny: Tiny) -> None:
+    with KVBoost(tiny("llama")) as engine, pytest.raises(ConfigError, match="is no time to hold a context"):
+        engine.save_context("contract", CONTRACT, seconds=seconds)

@@ -49,7 +49,11 @@ def map_file(
 
     lines = (line for line in read_lines(prompts, model_name=name) if line.id not in done)
     with KVBoost.from_pretrained(model, **settings.engine()) as engine, progress("answering", total=count) as bar:
-        totals = answer_lines(engine, lines, answers, model_name=name, together=together, done=bar.update)
+        try:
+            totals = answer_lines(engine, lines, answers, model_name=name, together=together, done=bar.update)
+        except KeyboardInterrupt:
+            note(f"interrupted; the same command goes on after the lines that {answers} answers")
+            raise
         engine.flush()
     known = f"{totals.cached_tokens:,} of {totals.prompt_tokens:,} prompt tokens were not read again"
     refused = f"; {totals.refused} lines were refused, and say why" if totals.refused else ""

@@ -88,7 +88,8 @@ class Pins:
             return pin
         lease.release()
         raise CapacityError(
-            f"pins may hold {limit:,} bytes, {held:,} are held and this one needs {pin.nbytes:,}; unpin something"
+            f"contexts and pins may hold {limit:,} bytes, half of the memory store; {held:,} are held, this one needs "
+            f"{pin.nbytes:,} or more; drop a context, unpin something, or raise cache_bytes"
         )
 
     def remove(self, id: str) -> bool:

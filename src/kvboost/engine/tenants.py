@@ -250,6 +250,8 @@ class TenantView:
         known is given to the new prompt. After a restart the same call finds the KV in a tier below the memory.
         Raises CapacityError where all contexts together would take more than half of the memory.
         """
+        if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
+            raise ConfigError(f"seconds={seconds!r} is no time to hold a context; give a number above 0, or None")
         tokens = self.encode(prompt)
         with self._running(AS_SET):
             if self.session is not None:

@@ -92,7 +92,8 @@ def answered(file: Path) -> set[str]:
                     done.add(answer["custom_id"])
             answers.truncate(whole)
     except FileNotFoundError:
-        pass
+        if not file.absolute().parent.is_dir():
+            raise ConfigError(f"there is no directory {file.parent} for the answers; make it first") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} is no file of answers to go on with ({error!r}); give another name") from error
     return done
