@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from hypothesis import seed as from_seed
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvboost import KVBoost
@@ -15,14 +16,24 @@ from kvboost.hf.numerics import choose
 from tests.helpers.exactness import ExactReuseMachine, assert_warm_equals_cold
 from tests.helpers.models import FAMILIES, HYBRIDS
 
-# `python -m benchmarks exactness_families` runs the same machine over 20,000 requests.
 _CI = settings(
-    max_examples=6,
-    stateful_step_count=20,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
+    max_examples=6, stateful_step_count=20, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
+
+
+def _run(model: Any, *, scale: int = 1) -> None:
+    """Random requests until enough of them have reused something to prove something.
+
+    What Hypothesis draws from one seed depends on the modules that are loaded, so a fixed number of examples holds
+    enough on one machine and too few on the next. `python -m benchmarks exactness_families` makes 20,000 requests.
+    """
+    machine = type("Machine", (ExactReuseMachine,), {"model": model, "requests": 0, "hits": 0, "scale": scale})
+    for start in range(5):
+        run_state_machine_as_test(from_seed(start)(machine), settings=_CI)
+        if machine.requests >= 40 and machine.hits >= 10:
+            return
+    raise AssertionError(f"only {machine.hits} of {machine.requests} requests reused anything")
+
 
 _WIDE = {"hidden_size": 256, "intermediate_size": 512}
 
@@ -32,10 +43,7 @@ def test_random_requests_are_bit_identical_to_cold_ones(
     family: str, tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choose, "_GRID_ON_CPU", 16)  # these prompts are shorter than a step of the real grid
-    machine = type("Machine", (ExactReuseMachine,), {"model": tiny(family), "requests": 0, "hits": 0})
-    run_state_machine_as_test(machine, settings=_CI)
-    assert machine.requests > 50
-    assert machine.hits > machine.requests // 8, "too few requests reused anything to prove anything"
+    _run(tiny(family))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
@@ -55,10 +63,7 @@ def test_hit_lengths_around_every_chunk_end(family: str, offset: int, tiny: Call
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_random_requests_on_a_wide_model(dtype: torch.dtype, tiny: Callable[..., Any]) -> None:
     """Wide enough that a step of another shape rounds differently: see the control below."""
-    wide = {"model": tiny("llama", dtype=dtype, **_WIDE), "requests": 0, "hits": 0, "scale": 4}
-    machine = type("Machine", (ExactReuseMachine,), wide)
-    run_state_machine_as_test(machine, settings=_CI)
-    assert machine.hits > machine.requests // 8
+    _run(tiny("llama", dtype=dtype, **_WIDE), scale=4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
