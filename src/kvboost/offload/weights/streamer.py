@@ -91,15 +91,18 @@ class WeightStreamer:
         decoder.forward = self._one_at_a_time(decoder.forward)
         if self.placement.parts_per_layer == 1:
             for unit in self.placement.units:
-                layers[unit.layer].register_forward_pre_hook(self._hook(unit))
+                layers[unit.layer].register_forward_pre_hook(partial(self.need, unit.index))
         else:
             for unit, targets in zip(self.placement.units, self._targets, strict=True):
                 for module in {id(target.module): target.module for target in targets}.values():
-                    module.register_forward_pre_hook(self._hook(unit))
+                    module.register_forward_pre_hook(partial(self.need, unit.index))
         attach_streamed_weights(model, self)
 
-    def need(self, index: int) -> None:
-        """Have this unit's weights ready for what is computed next; what the last one held may be overwritten."""
+    def need(self, index: int, *_: Any) -> None:
+        """Have this unit's weights ready for what is computed next; what the last one held may be overwritten.
+
+        As a hook it is also given the module and its arguments.
+        """
         with self._lock:
             if index == self._current:
                 return
@@ -152,12 +155,6 @@ class WeightStreamer:
                     self._aim(len(self.placement.units))
 
         return alone
-
-    def _hook(self, unit: Unit) -> Any:
-        def before(*_: Any) -> None:
-            self.need(unit.index)
-
-        return before
 
     def _leave(self) -> None:
         """Nothing computed from here on uses the current unit."""
