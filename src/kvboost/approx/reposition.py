@@ -149,12 +149,7 @@ class KeyRepositioner:
     """
 
     def __init__(
-        self,
-        layout: KVLayout,
-        *,
-        rotaries: Sequence[Rotary],
-        rotations: Sequence[Rotation | None],
-        limit: int | None,
+        self, layout: KVLayout, *, rotaries: Sequence[Rotary], rotations: Sequence[Rotation | None], limit: int | None
     ) -> None:
         self._layout = layout
         self._rotaries = rotaries
