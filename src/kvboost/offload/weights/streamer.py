@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from kvboost.capacity import WeightMemory
-from kvboost.hf.weights import attach_streamed_weights, streamed_weights_of
+from kvboost.hf.weights import attach_streamed_weights
 from kvboost.offload.weights.link import Link, Source
 from kvboost.offload.weights.skeleton import Unit, WeightPlacement
 from kvboost.offload.weights.slabs import SlabFolder, Weight
@@ -195,12 +195,6 @@ class WeightStreamer:
             self._link.wait(self._link.copy(self._source, unit.extent, memory, after=self._link.event()))
             for target, parameter in zip(self._targets[index], _parameters(unit, memory), strict=True):
                 target.module._parameters[target.key] = parameter
-
-
-def streamer_of(model: Any) -> WeightStreamer | None:
-    """The streamer of this model's weights; None if they are all in memory."""
-    found = streamed_weights_of(model)
-    return found if isinstance(found, WeightStreamer) else None
 
 
 def _close(link: Link, folder: SlabFolder) -> None:
