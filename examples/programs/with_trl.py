@@ -27,6 +27,8 @@ def main() -> None:
     parser.add_argument("model", help="a folder or a name on the hub")
     name = parser.parse_args().model
     model, tokenizer = AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+    fast = torch.accelerator.is_available()
+    model.to(torch.accelerator.current_accelerator() if fast else "cpu")  # before: an engine is made for one place
     kvboost.attach(model)  # the new line
     given, read = [], []  # tokens of all prompts; tokens that the model reads while it samples
 
@@ -42,7 +44,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         settings: dict[str, Any] = {"num_generations": 8, "per_device_train_batch_size": 8, "max_completion_length": 8}
         settings |= {"max_steps": 2, "save_strategy": "no", "report_to": []}
-        fast = torch.accelerator.is_available()
         args = GRPOConfig(folder, **settings, use_cpu=not fast, bf16=fast)
         prompts = Dataset.from_dict({"prompt": [f"{TEXT}\n{question}\n" for question in QUESTIONS]})
         GRPOTrainer(model, shorter, args=args, train_dataset=prompts, processing_class=tokenizer).train()

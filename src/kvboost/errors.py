@@ -9,6 +9,10 @@ class ConfigError(KVBoostError, ValueError):
     """A setting or an argument that cannot work as given."""
 
 
+class MovedModelError(ConfigError):
+    """The model was moved to another device, or cast, after its engine was made: make a new engine."""
+
+
 class UnsupportedModelError(KVBoostError):
     """The model keeps state that KVBoost cannot reuse without changing the output."""
 

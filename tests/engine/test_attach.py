@@ -355,3 +355,64 @@ def test_sliding_windows_and_sparse_attention_in_a_padded_batch(tiny: Tiny) -> N
         with kvboost.attach(model, chunk_size=16):
             for _ in range(2):
                 assert model.generate(**padded(ROWS[:3]), **_GREEDY).tolist() == plain.tolist()
+
+
+def test_the_best_of_several_beams_may_end_early(model: Any) -> None:
+    """Its sequence is shorter than what the cache holds by then."""
+    prompt, found = torch.tensor([PROMPT]), set()
+    for end in range(3, 97):
+        given = {"max_new_tokens": 8, "do_sample": False, "num_beams": 4, "eos_token_id": end, "pad_token_id": 0}
+        plain = model.generate(prompt, length_penalty=-4.0, **given)
+        if plain.shape[1] < prompt.shape[1] + 8:
+            with kvboost.attach(model):
+                for _ in range(2):
+                    assert torch.equal(model.generate(prompt, length_penalty=-4.0, **given), plain)
+            found.add(plain.shape[1])
+        if len(found) == 2:
+            return
+    raise AssertionError("no beam ended early")
+
+
+def test_a_model_that_was_cast_afterwards_runs_without_reuse(tiny: Tiny, caplog: pytest.LogCaptureFixture) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    prompt = torch.tensor([PROMPT])
+    with kvboost.attach(model):
+        model.generate(prompt, **_GREEDY)
+        model.to(torch.bfloat16)
+        answer = model.generate(prompt, **_GREEDY)
+    assert torch.equal(answer, model.generate(prompt, **_GREEDY))
+    assert [record.levelname for record in caplog.records if "make a new engine" in record.message] == ["WARNING"]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+def test_inference_mode_leaves_nothing_that_others_cannot_write(family: str, tiny: Tiny) -> None:
+    model, prompt, other = tiny(family), torch.tensor([PROMPT]), torch.tensor([text(9, 40)])
+    plain = [model.generate(ids, **_GREEDY) for ids in (prompt, other)]
+    with kvboost.attach(model, chunk_size=16) as attached:
+        with torch.inference_mode():
+            assert torch.equal(model.generate(prompt, **_GREEDY), plain[0])
+        for ids, expected in zip((prompt, other), plain, strict=True):
+            assert torch.equal(model.generate(ids, **_GREEDY), expected)
+        assert len(attached.engine.score(PROMPT, [[5, 6]])) == 1
+
+
+def test_dropout_is_drawn_for_every_call(tiny: Tiny) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    with kvboost.attach(model) as attached:
+        model.generate(torch.tensor([PROMPT]), **_GREEDY)
+        before = attached.engine.cache_stats()
+        model.train()
+        model.config.attention_dropout = 0.1
+        model.generate(torch.tensor([PROMPT]), **_GREEDY)
+        assert attached.engine.cache_stats() == before
+
+
+def test_a_closed_engine_is_nobodys(tiny: Tiny) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    first = kvboost.attach(model)
+    kept = model.generate
+    model.kvboost.close()
+    answer = kept(torch.tensor([PROMPT]), **_GREEDY)
+    assert first.engine.cache_stats()["hot_chunks"] == 0
+    with kvboost.attach(model):
+        assert torch.equal(model.generate(torch.tensor([PROMPT]), **_GREEDY), answer)

@@ -88,6 +88,19 @@ def test_a_chat_is_a_prompt(tiny: Tiny) -> None:
         assert found.prompt_token_ids == engine.chat(messages, **_WANTED).prompt_token_ids
 
 
+def test_chats_find_what_chat_has_stored(tiny: Tiny) -> None:
+    """Their messages are cut where those of a chat are, so that the chunks are the same."""
+    rules, document = "Be brief. " * 7, "The mill burned down in 1911. " * 9
+    chats = [
+        [{"role": "system", "content": rules}, {"role": "user", "content": document}, {"role": "user", "content": end}]
+        for end in ("When?", "Where was it?", "Why did it burn?")
+    ]
+    with KVBoost(tiny("llama", vocab_size=260), byte_tokenizer()) as engine:
+        engine.chat(chats[0], **_WANTED)
+        for found in engine.map(chats[1:], progress=False, **_WANTED):
+            assert found.reuse.exact_tokens > len(rules) + len(document)
+
+
 def test_a_prompt_that_cannot_be_used_is_named_and_what_came_before_its_window_is_kept(tiny: Tiny) -> None:
     with KVBoost(tiny("llama")) as engine:
         results = engine.map([*_PROMPTS[:3], []], window=2, progress=False, **_WANTED)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost import ConfigError, KVBoost, Score
+from kvboost import CapacityError, ConfigError, KVBoost, Score
 from kvboost.approx.find import ApproxReuse
 from tests.helpers.models import FAMILIES, NEWEST
 from tests.helpers.tokenizer import byte_tokenizer
@@ -272,3 +272,18 @@ def test_a_wrong_call_is_told_what_to_do(context: Any, continuations: Any, said:
 def test_an_entry_that_is_no_pair_is_told_by_its_number(wrong: Any, tiny: Tiny) -> None:
     with KVBoost(tiny("llama")) as engine, pytest.raises(ConfigError, match="entry 1 is not a pair"):
         engine.score_many([(CONTEXT, SINGLE), wrong])
+
+
+def test_more_tokens_than_the_model_reads_are_refused_before_anything_is_computed(tiny: Tiny) -> None:
+    with KVBoost(tiny("gpt2")) as engine:
+        most = engine.model.config.max_position_embeddings
+        assert len(engine.score([5] * (most - 1), [[6, 7]])) == 1
+        with pytest.raises(CapacityError, match="reads at most"):
+            engine.score_many([(CONTEXT, SINGLE), ([5] * most, [[6, 7]])])
+
+
+def test_a_context_beyond_kv_bytes_is_refused_before_the_others_are_read(tiny: Tiny) -> None:
+    with KVBoost(tiny("llama"), kv_bytes=64 * 1024) as engine:
+        with pytest.raises(CapacityError):
+            engine.score_many([(CONTEXT[:16], SINGLE), ([96] * 400, SINGLE)])
+        assert engine.cache_stats()["hot_chunks"] == 0

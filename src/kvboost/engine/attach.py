@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from inspect import signature
 from types import MethodType, TracebackType
 from typing import Any, NamedTuple
@@ -22,13 +22,14 @@ from kvboost.core.costs import StageClock
 from kvboost.core.session import Session
 from kvboost.engine.engine import KVBoost
 from kvboost.engine.single import Request
-from kvboost.errors import CapacityError, ConfigError
+from kvboost.errors import CapacityError, ConfigError, MovedModelError
 from kvboost.hf.adapters import AS_SET
 from kvboost.hf.cache import SlabCache
 from kvboost.hf.generate import (
     PREPARED,
     check_allowed,
     end_token_ids,
+    has_dropout,
     new_tokens_of,
     own_generate,
     pad_token_id,
@@ -52,7 +53,9 @@ def attach(model: Any, tokenizer: Any = None, **settings: Any) -> Attached:
     (``inputs_embeds``, a cache of the caller's, images) is passed on untouched. The engine is at ``model.kvboost``.
     ``detach()``, or leaving the ``with`` block, gives the model its own ``generate`` back and closes the engine.
     """
-    if getattr(getattr(model, "kvboost", None), "model", None) is model:  # a copy of an attached model is not attached
+    # A copy of an attached model is not attached, nor is one whose engine was closed.
+    engine: Any = getattr(model, "kvboost", None)
+    if getattr(engine, "model", None) is model and not engine.parts.closed:
         raise ConfigError("this model is attached already; its engine is model.kvboost")
     return Attached(KVBoost(model, tokenizer, **settings))
 
@@ -114,6 +117,8 @@ class _Generate:
         return MethodType(type(copied).generate, copied) if copied is not None else self.beneath
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._engine.parts.closed:
+            return self.beneath(*args, **kwargs)
         arguments = positional_arguments(args) | kwargs
         rows, options, reason = self._rows_and_options(arguments)
         if rows is not None:
@@ -127,18 +132,21 @@ class _Generate:
                         if len(rows.tokens) == 1 and len(longest) == rows.padded:
                             return self._single(session, longest, options)
                         return self._together(session, rows, arguments, options)
-                except CapacityError as error:  # raised before anything is computed
+                # Both are raised before anything is computed.
+                except CapacityError as error:
                     reason = str(error)
+                except MovedModelError as error:
+                    self._pass_on(str(error), level=logging.WARNING)
         self._pass_on(reason)
         return self.beneath(*args, **kwargs)
 
-    def _pass_on(self, reason: str | None) -> None:
+    def _pass_on(self, reason: str | None, *, level: int = logging.INFO) -> None:
         """Say once why a call reuses nothing."""
         with self._lock:
             if reason is None or reason in self._said:
                 return
             self._said.add(reason)
-        _log.info("generate runs without reuse: %s", reason)
+        _log.log(level, "generate runs without reuse: %s", reason)
 
     def _rows_and_options(self, arguments: dict[str, Any]) -> tuple[_Rows | None, dict[str, Any], str | None]:
         """The prompts and all other arguments, or why the prompts cannot be told."""
@@ -182,6 +190,10 @@ class _Generate:
             return "somebody prepares its inputs otherwise, as PEFT's prompt tuning does"
         if model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
             return "gradient checkpointing keeps no cache"
+        if model.training and has_dropout(model):
+            return "dropout changes the prompt's KV in every call; set it to 0, or call model.eval()"
+        if isinstance(self.beneath, partial):
+            return "its repository has a generate of its own"
         drafted = speculates(model, options)
         if drafted and setting(model, options, "do_sample"):
             return "with a draft other random numbers would be drawn"

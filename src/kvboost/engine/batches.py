@@ -110,6 +110,7 @@ class Batches:
     def _job(self, session: Session, request: Request, drawing: Drawing) -> RunningJob:
         job = Job(
             token_ids=tuple(request.tokens),
+            boundaries=tuple(request.boundaries),
             max_new_tokens=request.max_new_tokens,
             stop_token_ids=frozenset(end_token_ids(self._model, request.arguments)),
             drawing=drawing,

@@ -122,6 +122,7 @@ def _scored(
         if usable is None:
             yield [job], [_plain(parts, job, refusal)]
         else:
+            usable.budget.check(job.total, why="scores read all of it at once")  # before anything is computed
             ready.append(job)
     if session is not None:
         for group in _groups(parts, session, ready):
@@ -157,7 +158,6 @@ def _read(parts: EngineParts, session: Session, jobs: Sequence[_Job]) -> list[li
     with ExitStack() as opened:
         states = []
         for job in jobs:
-            session.budget.check(job.total, why="scores read all of it at once")
             new = job.total - len(job.context)
             state = open_prefill(session, job.context, boundaries=(), clock=clock, new_tokens=new)
             states.append(opened.enter_context(state))
@@ -208,7 +208,9 @@ def _encoded(
 def encode_pair(encoder: PromptEncoder, context: Prompt, continuation: Prompt) -> tuple[list[int], list[int]]:
     """The tokens of a context and of what follows it, cut where lm-eval cuts them: texts are encoded as one."""
     if not isinstance(context, str) or not isinstance(continuation, str):
-        return encoder.encode(context), encoder.encode_part(continuation)
+        before, tokens = encoder.encode(context), encoder.encode_part(continuation)
+        encoder.check_length(len(before) + len(tokens) - 1)  # nothing follows the last token
+        return before, tokens
     spaces = len(context) - len(context.rstrip())
     if spaces:
         continuation, context = context[-spaces:] + continuation, context[:-spaces]

@@ -25,6 +25,7 @@ from kvboost.hf.generate import (
     run_generate,
     sampling_arguments,
     sequences_per_prompt,
+    setting,
     speculates,
     stop_strings,
 )
@@ -340,7 +341,9 @@ class Generator:
             tokenizer=self._tokenizer,
         )
         watch.clock.lap("decode")
-        if cache is not None and cache.get_seq_length() >= decoded.sequences.shape[1]:
+        # The best of several beams may have ended before the last step.
+        has_beams = (setting(self._model, arguments, "num_beams") or 1) > 1
+        if cache is not None and not has_beams and cache.get_seq_length() >= decoded.sequences.shape[1]:
             raise UnsupportedModelError(
                 "Transformers computed the prompt again on top of the given cache, so this answer is wrong; "
                 "call with mode=GenerationMode.BASELINE for these arguments"

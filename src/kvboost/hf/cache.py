@@ -130,7 +130,8 @@ class SlabCache(Cache):  # type: ignore[misc]  # transformers is untyped
         stores: list[torch.Tensor] = [torch.empty(0)] * len(layout.slots)
         for spec, slots in layout.groups.items():
             shape = (len(slots), batch, spec.heads, self.capacity, spec.dim)
-            slab = torch.empty(shape, dtype=spec.dtype, device=spec.device)
+            with torch.inference_mode(False):  # a pooled slab is written outside the caller's inference mode too
+                slab = torch.empty(shape, dtype=spec.dtype, device=spec.device)
             if batch > 1:
                 slab.zero_()  # padding is masked, but masked NaNs would still spread through 0 * NaN
             self._slabs.append((slab, slots))

@@ -23,7 +23,7 @@ from weakref import ref
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from kvboost.errors import ConfigError
+from kvboost.errors import MovedModelError
 from kvboost.hf.attention import registered
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.code_digest import attention_code_digest, code_digest, model_code_digest
@@ -184,7 +184,7 @@ class ModelIdentity:
     def _fields(self, state: ModelState) -> dict[str, str]:
         """Derived from ``state`` alone, except for the weights' bytes."""
         if (now := _place_and_type(self._model)) != self._made_for:
-            raise ConfigError(
+            raise MovedModelError(
                 f"this engine was made around a model of {self._made_for}, which is {now} now; make a new engine"
             )
         owned = weights_by_owner(self._model)

@@ -58,7 +58,18 @@ _ALLOWED = (
 )
 _NO_SETTINGS = ("transformers_version",)  # metadata fields of a generation config
 # Assistants of these kinds read the model's states of the whole prompt, or its text; custom loops may do anything.
-_REREADS_PROMPT = ("assistant_early_exit", "assistant_tokenizer", "custom_generate", "speculation_type", "use_mtp")
+_REREADS_PROMPT = (
+    "assistant_early_exit",
+    "assistant_tokenizer",
+    "constraints",
+    "custom_generate",
+    "dola_layers",
+    "force_words_ids",
+    "num_beam_groups",
+    "penalty_alpha",
+    "speculation_type",
+    "use_mtp",
+)
 DEFAULT_NEW_TOKENS = 64
 DEFAULT_LENGTH = 20
 """New tokens where nobody says how many, in Transformers."""
@@ -178,6 +189,14 @@ def own_generate(model: Any) -> Any:
     return getattr(model.generate, "beneath", model.generate)
 
 
+def has_dropout(model: Any) -> bool:
+    """Whether a forward in training mode draws random numbers."""
+    names = ("attention_dropout", "attn_dropout", "attn_pdrop")
+    return any(getattr(model.config, name, 0) for name in names) or any(
+        isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules()
+    )
+
+
 def speculates(model: Any, arguments: dict[str, Any]) -> bool:
     """Whether ``generate`` uses a draft with these arguments or the model's generation config."""
 
@@ -200,9 +219,8 @@ def _why_not_resumed(model: Any, arguments: dict[str, Any]) -> str | None:
 
 def reads_prompt_again(model: Any, arguments: dict[str, Any]) -> str | None:
     """Why ``generate`` cannot continue from a cache with these arguments, or None if it can."""
-    config = arguments.get("generation_config")
     for name in _REREADS_PROMPT:
-        if arguments.get(name, getattr(config, name, None)):
+        if setting(model, arguments, name):
             return f"with {name}, Transformers feeds the whole prompt again, whatever a cache already holds"
     return _why_not_resumed(model, arguments) if speculates(model, arguments) else None
 

@@ -148,11 +148,15 @@ class PromptEncoder:
                 f"token ids must lie in 0..{self._vocab_size - 1} for this model, got {min(ids)}..{max(ids)}; "
                 "was the prompt encoded with another model's tokenizer?"
             )
-        if self._max_tokens is not None and len(ids) > self._max_tokens:
-            raise CapacityError(
-                f"the prompt has {len(ids)} tokens, this model reads at most {self._max_tokens}; shorten the prompt"
-            )
+        self.check_length(len(ids))
         return ids
+
+    def check_length(self, tokens: int) -> None:
+        """Raise CapacityError for more tokens than the model reads."""
+        if self._max_tokens is not None and tokens > self._max_tokens:
+            raise CapacityError(
+                f"the prompt has {tokens} tokens, this model reads at most {self._max_tokens}; shorten the prompt"
+            )
 
 
 def _check_mask(mask: Any, tokens: int) -> None:

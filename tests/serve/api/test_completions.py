@@ -41,7 +41,8 @@ def test_a_prompt_read_for_its_log_probabilities_is_not_cached(client: openai.Op
     client.completions.create(**asked)
     for more, cached in (({}, True), ({"echo": True}, True), ({"echo": True, "logprobs": 1}, False)):
         usage = client.completions.create(**asked, **more).usage
-        assert usage is not None and usage.prompt_tokens_details is not None
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
         assert bool(usage.prompt_tokens_details.cached_tokens) == cached, more
 
 

@@ -61,7 +61,9 @@ async def relevances(service: Service, answer: Answer, question: Question) -> li
             chances = [math.exp(score.logprobs[-1] - likelier) for score in (yes, no)]
             found.append(chances[0] / sum(chances))
             reuse = yes.reuse
-            if tail is not tails[0]:  # the first may have computed what they share; the others repeat its last token
+            is_reused = reuse.exact_tokens or reuse.reason is None  # without a cache each reads all of it
+            if tail is not tails[0] and is_reused:
+                # The first may have computed what they share; the others repeat its last token.
                 reuse = ReuseReport(len(question.shared) - 1, 0, 0, 1, bitwise=reuse.bitwise, reason=reuse.reason)
             answer.read.append(replace(reuse, fresh_tokens=reuse.fresh_tokens + len(tail), segments=()))
     return found
