@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvboost import KVBoost, ReuseReport, Score
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer
 
@@ -155,6 +156,22 @@ def test_the_command_runs_this_model(model: Path, tasks: Path) -> None:
     assert "kvboost ({'pretrained'" in found.stdout
 
 
-def test_a_second_run_from_disk_has_the_same_bits(model: Path, tasks: Path, tmp_path: Path) -> None:
-    first, second = (run("kvboost", "letters", model, tasks, disk_cache_dir=str(tmp_path)) for _ in range(2))
+def test_a_second_run_from_disk_has_the_same_bits(
+    model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And both reuse what was read: from memory, then from disk."""
+    score_many, reports = KVBoost.score_many, list[ReuseReport]()
+
+    def watched(*args: Any, **given: Any) -> list[list[Score]]:
+        found = score_many(*args, **given)
+        reports.extend(score.reuse for (score,) in found)
+        return found
+
+    monkeypatch.setattr(KVBoost, "score_many", watched)
+    first = run("kvboost", "letters", model, tasks, disk_cache_dir=str(tmp_path))
+    assert any(report.tiers.get("memory") for report in reports)
+    assert not any(report.tiers.get("disk") for report in reports)
+    reports.clear()
+    second = run("kvboost", "letters", model, tasks, disk_cache_dir=str(tmp_path))
+    assert any(report.tiers.get("disk") for report in reports)
     assert numbers(first) == numbers(second)
