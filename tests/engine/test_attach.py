@@ -416,3 +416,15 @@ def test_a_closed_engine_is_nobodys(tiny: Tiny) -> None:
     assert first.engine.cache_stats()["hot_chunks"] == 0
     with kvboost.attach(model):
         assert torch.equal(model.generate(torch.tensor([PROMPT]), **_GREEDY), answer)
+
+
+def test_a_forward_that_was_set_is_asked_for_its_autocast_once(tiny: Tiny) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+    calls: list[int] = []
+    with kvboost.attach(model):
+        model.generate(torch.tensor([PROMPT]), **_GREEDY)
+        hook = model.get_decoder().register_forward_pre_hook(lambda *_: calls.append(1))
+        model.generate(torch.tensor([PROMPT]), **_GREEDY)
+        hook.remove()
+    assert len(calls) == _GREEDY["max_new_tokens"]

@@ -108,6 +108,8 @@ class _Generate:
         self._engine, self._model = engine, engine.model
         self._said: set[str] = set()
         self._lock = threading.Lock()
+        self._beneath_forward: tuple[Any, tuple[torch.dtype, bool]] | None = None
+        """A forward that was set on the model, the autocast it is called in, and the one in which it computes."""
         update_wrapper(self, self.beneath)
         self.__signature__ = signature(self.beneath)
 
@@ -211,15 +213,20 @@ class _Generate:
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """The autocast of a forward that was set on the model, as accelerate's: the engine computes beneath it."""
-        if "forward" not in vars(self._model):
+        if (forward := vars(self._model).get("forward")) is None:
             return nullcontext()
-        runner, seen = self._engine.parts.runner, []
-        kind = runner.device.type
-        with self._model.get_input_embeddings().register_forward_pre_hook(
-            lambda *_: seen.append((torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)))
-        ):
-            runner.decode(0, None)
-        return torch.autocast(kind, *seen[0])
+        runner, kind = self._engine.parts.runner, self._engine.parts.runner.device.type
+
+        def now() -> tuple[torch.dtype, bool]:
+            return torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+
+        asked = (forward, now())
+        if self._beneath_forward is None or self._beneath_forward[0] != asked:
+            seen: list[tuple[torch.dtype, bool]] = []
+            with self._model.get_input_embeddings().register_forward_pre_hook(lambda *_: seen.append(now())):
+                runner.decode(0, None)
+            self._beneath_forward = asked, seen[0]
+        return torch.autocast(kind, *self._beneath_forward[1])
 
     def _single(self, session: Session, tokens: list[int], options: dict[str, Any]) -> Any:
         """One prompt, as the engine generates."""
