@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvboost.cli import main
+from kvboost.scheduler.loop import JobLoop
+from kvboost.serve import batch
+from kvboost.serve.security.limits import Limits
 
 SHARED = "What was said about the moon and the sun and everything else? " * 6
 
@@ -59,15 +63,16 @@ def test_every_kind_of_line_is_answered_and_what_they_share_is_read_once(
     assert "1 lines were refused" in said
 
 
+@pytest.mark.parametrize("status", [408, 429, 503])
 def test_the_same_command_goes_on_where_it_stopped(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    status: int, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [{"prompt": f"{SHARED}{n}", "max_tokens": 2, "temperature": 0} for n in range(3)]
     prompts, out = written(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
     assert run(folder, prompts, out) == 0
     whole = answers_of(out)
-    kept, *_ = out.read_text().splitlines(keepends=True)
-    failed = {"custom_id": "3", "response": {"status_code": 503, "body": {}}, "error": None}
+    kept = next(line for line in out.read_text().splitlines(keepends=True) if '"custom_id": "1"' in line)
+    failed = {"custom_id": "3", "response": {"status_code": status, "body": {}}, "error": None}
     out.write_text(kept + json.dumps(failed) + "\n" + kept[:40])  # as a killed process leaves it
     assert run(folder, prompts, out) == 0
     again = answers_of(out)
@@ -116,3 +121,102 @@ def test_other_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "there is no directory" in capsys.readouterr().err
     assert run(tmp_path, prompts, tmp_path / "out.jsonl", "--together", "0") == 2
     assert "--together 0" in capsys.readouterr().err
+
+
+def test_a_line_of_many_answers_is_not_refused_for_the_commands_own_limits(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Tight(Limits):
+        """Each line fits by itself, and no two of them do."""
+
+        def __init__(self, **given: Any) -> None:
+            super().__init__(**{"max_total_body_bytes": 1000, **given})
+
+    monkeypatch.setattr(batch, "Limits", Tight)
+    asked = {"prompt": ["x" * 25] * 16, "n": 8, "max_tokens": 1}
+    prompts = written(tmp_path / "in.jsonl", asked, asked)
+    assert run(folder, prompts, tmp_path / "out.jsonl", "--together", "1") == 0
+    found = answers_of(tmp_path / "out.jsonl").values()
+    assert [(answer["status_code"], len(answer["body"]["choices"])) for answer in found] == [(200, 128)] * 2
+
+
+def test_what_a_killed_process_left_of_an_answer_is_told_from_what_a_user_wrote(tmp_path: Path) -> None:
+    whole = b'{"custom_id": "a\\"\\\\\xc3\xa9", "response": {"status_code": 200, "body": {}}, "error": null}'
+    out = tmp_path / "out.jsonl"
+    for end in range(1, len(whole) + 1):
+        out.write_bytes(whole + b"\n" + whole[:end])
+        assert batch.answered(out) == ({'a"\\\xe9'}, len(whole) + 1)
+
+
+@pytest.mark.parametrize(
+    "mine",
+    [
+        '{"prompt": "x"}',
+        '{"custom_id": "a", "prompt": "x"}',
+        '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}',
+        "a note",
+    ],
+)
+def test_a_file_of_the_users_is_left_as_it_is(mine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts, other = written(tmp_path / "in.jsonl", {"prompt": "x"}), tmp_path / "mine"
+    other.write_text(mine)
+    assert run(tmp_path / "no-model", prompts, other) == 2
+    assert "is no file of answers to go on with" in capsys.readouterr().err
+    assert other.read_text() == mine
+
+
+def test_no_answer_is_cut_before_the_prompts_were_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, torn = tmp_path / "out.jsonl", '{"custom_id": "1", "resp'
+    out.write_text(torn)
+    assert run(tmp_path / "no-model", tmp_path / "absent.jsonl", out) == 2
+    assert "cannot be read" in capsys.readouterr().err
+    assert out.read_text() == torn
+
+
+def test_a_runner_that_fails_ends_the_run_and_the_next_one_asks_the_rest(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = written(tmp_path / "in.jsonl", *({"prompt": f"{n}", "max_tokens": 1} for n in range(9)))
+    out, step, steps = tmp_path / "out.jsonl", JobLoop.step, 0
+    parsed, parse = list[str](), batch._parsed
+
+    def parsing(text: str, *where: Any) -> batch.Line:
+        parsed.append(text)
+        return parse(text, *where)
+
+    def failing(self: JobLoop, group: Any) -> None:
+        nonlocal steps
+        steps += 1
+        if steps > 3:
+            raise RuntimeError("out of memory")
+        step(self, group)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JobLoop, "step", failing)
+        patch.setattr(batch, "_WINDOW", 6)
+        patch.setattr(batch, "_parsed", parsing)
+        assert run(folder, prompts, out, "--together", "1") == 1
+    assert len(parsed) == 9 + 6  # once before the model is loaded, then a window
+    statuses = [answer["status_code"] for answer in answers_of(out).values()]
+    good = statuses.count(200)
+    assert 0 < good < len(statuses) <= good + 2  # those under way when it failed, and no others
+    said = capsys.readouterr().err
+    assert f"{good} answers are in" in said
+    assert f"{9 - good} lines failed or were not asked; run the same command again" in said
+    assert "lines were refused" not in said
+    assert run(folder, prompts, out) == 0
+    assert [answer["status_code"] for answer in answers_of(out).values()] == [200] * 9
+    assert f"{9 - good} answers are in" in capsys.readouterr().err
+
+
+def test_a_pipe_of_prompts_is_refused_since_it_is_read_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read, write = os.pipe()
+    os.write(write, b'{"prompt": "x"}\n')
+    os.close(write)
+    try:
+        assert run(tmp_path / "no-model", Path(f"/dev/fd/{read}"), tmp_path / "out.jsonl") == 2
+    finally:
+        os.close(read)
+    assert "write the lines to a file first" in capsys.readouterr().err

@@ -1,8 +1,8 @@
 """``kvboost``: the commands, and how their errors are shown.
 
-Exit codes: 0 done; 1 damage was found, or a server's runner has failed; 2 the call cannot work and the message says
-what to do. Invariants: a user's mistake is one line, never a stack trace; slow modules are imported once a command
-runs, as help texts and shell completion must not wait for them.
+Exit codes: 0 done; 1 damage was found, a server's runner failed, or lines of a file did; 2 the call cannot work and the
+message says what to do. Invariants: a user's mistake is one line, never a stack trace; slow modules are imported once a
+command runs, as help texts and shell completion must not wait for them.
 """
 
 from __future__ import annotations

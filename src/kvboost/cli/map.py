@@ -6,6 +6,7 @@ is said before the model is loaded.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -39,11 +40,13 @@ def map_file(
         raise ConfigError(f"{error.name} is missing; {with_extra('serve')}") from error
     if together < 1:
         raise ConfigError(f"--together {together} generates nothing; give 1 or more")
-    name, done = model_name(model), answered(answers)
+    name, (done, whole) = model_name(model), answered(answers)
     count = sum(line.id not in done for line in read_lines(prompts, model_name=name))
     if not count:
         note(f"all {len(done)} lines are answered in {answers}")
         return
+    if answers.exists():  # by now both files are what they should be
+        os.truncate(answers, whole)
     note(f"loading {model}")  # before torch is imported, which may take seconds
     from kvboost.engine import KVBoost
 
@@ -57,4 +60,7 @@ def map_file(
         engine.flush()
     known = f"{totals.cached_tokens:,} of {totals.prompt_tokens:,} prompt tokens were not read again"
     refused = f"; {totals.refused} lines were refused, and say why" if totals.refused else ""
-    note(f"{count} answers are in {answers}; {known}{refused}")
+    note(f"{totals.answered} answers are in {answers}; {known}{refused}")
+    if failed := count - totals.answered:
+        note(f"{failed} lines failed or were not asked; run the same command again")
+        raise typer.Exit(1)

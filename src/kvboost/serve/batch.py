@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -23,6 +24,7 @@ from kvboost.serve.security.limits import Limits
 
 _WINDOW = 1024  # lines sorted and held at a time
 _NO_WAITING = 1 << 20  # prompt tokens between two decode steps: nobody waits for a token
+_BEGINS = b'{"custom_id": "", "response": {"status_code": '  # every answer, but for its id
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
@@ -44,6 +46,8 @@ def read_lines(file: Path, *, model_name: str) -> Iterator[Line]:
     """The requests of a file: OpenAI's batch format, or an object with ``prompt`` or ``messages`` in each line."""
     seen: dict[str, int] = {}
     try:
+        if file.exists() and not file.is_file():
+            raise ConfigError(f"{file} is read twice and is no regular file; write the lines to a file first")
         with file.open(encoding="utf-8") as lines:
             for number, text in enumerate(lines, 1):
                 if text.strip():
@@ -77,32 +81,42 @@ def _parsed(text: str, where: str, number: int, model_name: str) -> Line:
     return Line(id, str(path), {**body, "model": model_name})
 
 
-def answered(file: Path) -> set[str]:
-    """The custom_ids that a file of answers has already. Its last line is cut off if it is not whole."""
-    done: set[str] = set()
+def _is_final(status: int) -> bool:
+    """Whether this is an answer. A failure of ours, or a line that came at a bad moment, is asked again."""
+    return status < 500 and status not in (408, 429)
+
+
+def answered(file: Path) -> tuple[set[str], int]:
+    """The custom_ids that a file of answers has already, and its bytes without a last line that is not whole."""
+    done, whole = set[str](), 0
     try:
-        with file.open("r+b") as answers:
-            whole = 0
+        with file.open("r+b") as answers:  # for writing too: what cannot be written is said before the model is loaded
             for text in answers:
-                if not text.endswith(b"\n"):
+                if not text.endswith(b"\n") and _is_torn(text):
                     break
                 whole += len(text)
                 answer = json.loads(text)
-                if answer["response"]["status_code"] < 500:  # a failure of ours is tried again
+                if _is_final(answer["response"]["status_code"]):
                     done.add(answer["custom_id"])
-            answers.truncate(whole)
     except FileNotFoundError:
         if not file.absolute().parent.is_dir():
             raise ConfigError(f"there is no directory {file.parent} for the answers; make it first") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} is no file of answers to go on with ({error!r}); give another name") from error
-    return done
+    return done, whole
+
+
+def _is_torn(text: bytes) -> bool:
+    """Whether a killed process may have left this of an answer. A file of somebody else's begins otherwise."""
+    without_id = re.sub(rb'^(\{"custom_id": ")(?:\\.?|[^"\\])*', rb"\1", text)
+    return without_id.startswith(_BEGINS) or _BEGINS.startswith(without_id)
 
 
 @dataclass
 class Totals:
     """What came of the lines of a file."""
 
+    answered: int = 0  # those refused included
     refused: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -113,10 +127,11 @@ def answer_lines(
 ) -> Totals:
     """Append the answer of each line to ``out``, in the order in which they end; ``together`` generate side by side."""
     totals, waiting, ahead = Totals(), iter(lines), 2 * together
-    limits = Limits(max_streams=ahead, max_waiting_prompts=ahead)
+    limits = Limits(max_streams=ahead, max_waiting_prompts=ahead, max_total_body_bytes=ahead * Limits.max_body_bytes)
+    jobs = ahead * limits.max_prompts * limits.max_choices  # of so many lines, at most: none is refused as one too many
     with (
         out.open("a", encoding="utf-8") as answers,
-        BatchRunner(engine, max_running=together, max_waiting=ahead, chunk_budget=_NO_WAITING) as runner,
+        BatchRunner(engine, max_running=together, max_waiting=jobs, chunk_budget=_NO_WAITING) as runner,
     ):
         app = make_app(engine, runner, model_name=model_name, limits=limits)
         app.state.service.grammars.prepare()
@@ -126,7 +141,8 @@ def answer_lines(
             answers.write(json.dumps(record, ensure_ascii=False) + "\n")
             answers.flush()
             usage = body.get("usage") or {}
-            totals.refused += status != 200
+            totals.answered += _is_final(status)
+            totals.refused += _is_final(status) and status != 200
             totals.prompt_tokens += usage.get("prompt_tokens", 0)
             totals.cached_tokens += (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
             done()
@@ -134,6 +150,8 @@ def answer_lines(
         try:
             while window := sorted(islice(waiting, _WINDOW), key=lambda line: line.beginning):
                 asyncio.run(_answer(app, window, asyncio.Semaphore(ahead), write))
+                if runner.load().failure:
+                    break
             os.fsync(answers.fileno())
         finally:
             app.state.service.close()
@@ -147,7 +165,8 @@ async def _answer(
 
     async def one(line: Line) -> None:
         async with turn:
-            write(line, *await _post(app, line.path, json.dumps(line.body).encode()))
+            if not app.state.service.runner.load().failure:  # it is for good: whoever comes now would fail too
+                write(line, *await _post(app, line.path, json.dumps(line.body).encode()))
 
     async with asyncio.TaskGroup() as group:
         for line in lines:
