@@ -87,6 +87,54 @@ def test_contexts_leave_room_for_others_and_a_refused_one_leaves_the_old_one(tin
         assert read_again(engine, CONTRACT) == 64
 
 
+def test_pins_of_clients_make_room_and_replace_none_of_the_operators(tiny: Tiny) -> None:
+    with KVBoost(tiny("llama"), chunk_size=16, cache_bytes=BYTES) as engine:
+        for seed in range(8):
+            engine.warm(text(seed, 64))
+        each = engine.save_context("contract", text(0, 64)).nbytes
+        engine.drop_context("contract")
+        assert engine.contexts() == []
+        capacity = engine._store.stats().capacity_bytes
+        most = int(capacity / 4 // each)
+        assert 2 <= most < 7, "the sizes show nothing"
+        for seed in range(8):
+            engine.pins.add(engine.session, text(seed, 64), name=f"client {seed}", client=True)
+        assert [pin.name for pin in engine.pins.listed()] == [f"client {seed}" for seed in range(8 - most, 8)]
+        engine.save_context("client 7", CONTRACT)
+        assert [pin.name for pin in engine.contexts()] == ["client 7"]
+        assert len(engine.pins.listed()) == most + 1
+        own = int(capacity / 2 // each)
+        for seed in range(1, own):
+            engine.save_context(f"own {seed}", text(seed + 20, 64))
+        assert len(engine.pins.listed()) == len(engine.contexts()) == own, "they go for the operator's"
+        assert engine.drop_context("client 7")
+
+
+def test_the_client_that_holds_most_makes_room(tiny: Tiny) -> None:
+    with KVBoost(tiny("llama"), chunk_size=16, cache_bytes=BYTES) as engine:
+        others = engine.for_tenant("acme")
+        for number, tenant in enumerate([engine] * 8 + [others]):
+            tenant.warm(text(number, 64))
+            engine.pins.add(tenant.session, text(number, 64), name=str(number), client=True)
+        held = [(pin.tenant, pin.name) for pin in engine.pins.listed()]
+        assert held[-1] == ("acme", "8")
+        assert held[-2] == ("", "7")
+        assert len(held) > 2
+
+
+def test_a_tenants_quota_holds_for_its_pins_and_not_for_others(tiny: Tiny) -> None:
+    with KVBoost(tiny("llama"), chunk_size=16, cache_bytes=4 * BYTES, tenant_bytes=BYTES) as engine:
+        for name in ("a", "b", "c", "d"):
+            view = engine.for_tenant(name)
+            for number in range(6):
+                view.warm(text(number, 64))
+                engine.pins.add(view.session, text(number, 64), name=str(number), client=True)
+        pins = engine.pins.listed()
+        for name in ("a", "b", "c", "d"):
+            held = sum(pin.nbytes for pin in pins if pin.tenant == name)
+            assert BYTES / 8 < held <= BYTES / 4
+
+
 def test_a_restart_finds_it_on_the_disk(tiny: Tiny, tmp_path: Path) -> None:
     place = {"chunk_size": 16, "disk_cache_dir": tmp_path / "cache"}
     with KVBoost(tiny("llama"), **place) as engine:

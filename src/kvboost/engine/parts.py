@@ -28,11 +28,13 @@ from kvboost.core.state import ChunkedPrompt
 from kvboost.engine.assembly import Assembly, assemble
 from kvboost.engine.batches import Batches
 from kvboost.engine.single import Generator
+from kvboost.engine.structured import Matchers
 from kvboost.errors import ConfigError, UnsupportedModelError
 from kvboost.extend import ChunkStore
 from kvboost.hf.adapters import AS_SET, AdapterName, Adapters
 from kvboost.hf.environment import pinned_sdpa
 from kvboost.hf.fingerprint import decoding_changes_prefill
+from kvboost.hf.generate import end_token_ids
 from kvboost.hf.prompt import PromptEncoder
 from kvboost.hf.runner import ModelRunner
 from kvboost.hf.scoring import Scorer
@@ -87,6 +89,13 @@ class EngineParts(ModelParts):
             refusal=self.refusal,
         )
         self.batches = Batches(self.generator, encoder=self.encoder, tokenizer=tokenizer, parts=self)
+
+    @cached_property
+    def matchers(self) -> Matchers:
+        """What holds answers to schemas."""
+        ends, own = end_token_ids(self.model, {}), getattr(self.tokenizer, "eos_token_id", None)
+        rows = int(self.model.get_input_embeddings().weight.shape[0])
+        return Matchers(self.tokenizer, vocab_size=rows, end_token_ids=ends | ({own} if own is not None else set()))
 
     def _assemble(self, store: ChunkStore | None) -> tuple[Assembly | None, str | None]:
         try:

@@ -1,7 +1,8 @@
 """Holds the chunks of chosen prompts against eviction, until they are released or their time is over.
 
 Used by ``save_context`` and by the server. Invariants: pinned chunks take half of the memory store at most, so that
-others always fit; a pin holds leases like any request, and nothing else.
+others always fit, and those that clients asked for a quarter, so that the operator's fit; the same holds of a tenant
+and its quota; a pin holds leases like any request, and nothing else.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,6 +34,8 @@ class Pin:
     """A tenant has one pin of a name: the newest."""
     seconds: float | None = None
     """How long it is held; None until it is removed."""
+    client: bool = False
+    """Whether a client's request asked for it. Then it goes where the room is needed for other pins."""
 
 
 class Pins:
@@ -51,10 +55,12 @@ class Pins:
         boundaries: Sequence[int] = (),
         name: str | None = None,
         seconds: float | None = None,
+        client: bool = False,
     ) -> Pin:
-        """Hold what is stored of this prompt's beginning.
+        """Hold what is stored of this prompt's beginning; ``client`` if a request asked for it, not the operator.
 
-        Raises ConfigError if nothing is, and CapacityError if all pins together would take too much.
+        Pins of clients go where they leave too little room for this one. Raises ConfigError if nothing is stored, and
+        CapacityError if the pins that stay would take too much.
         """
         if session is None:
             raise ConfigError("this engine keeps nothing, so nothing can be pinned")
@@ -72,25 +78,46 @@ class Pins:
             sum(block.nbytes for block in blocks),
             name,
             seconds,
+            client,
         )
+        whole = store_stats(session.store, None, ask_tiers=False).capacity_bytes
         share = None if self._shared_store else session.tenant
-        limit = int(self._max_share * store_stats(session.store, share).capacity_bytes)
+        quota = store_stats(session.store, share, ask_tiers=False).capacity_bytes
         self._remove_ended()
         with self._lock:
-            old = [other for other, _, _ in self._pins.values() if name is not None and _same_name(other, pin)]
-            held = sum(other.nbytes for other, _, _ in self._pins.values()) - sum(other.nbytes for other in old)
-            if fits := held + pin.nbytes <= limit:
+            kept = [other for other, _, _ in self._pins.values() if name is None or not _same_name(other, pin)]
+            while (excess := self._excess(kept, pin, whole=whole, quota=quota)) and (goes := _next_to_go(kept, pin)):
+                kept.remove(goes)
+            if excess is None:
+                gone = self._pins.keys() - {other.id for other in kept}
                 ends = time.monotonic() + seconds if seconds is not None else float("inf")
                 self._pins[pin.id] = (pin, lease, ends)
-        if fits:
-            for other in old:
-                self.remove(other.id)
+        if excess is None:
+            for id in gone:
+                self.remove(id)
             return pin
         lease.release()
+        limit, held = excess
         raise CapacityError(
-            f"contexts and pins may hold {limit:,} bytes, half of the memory store; {held:,} are held, this one needs "
-            f"{pin.nbytes:,} or more; drop a context, unpin something, or raise cache_bytes"
+            f"contexts and pins may hold {limit:,} bytes, half of the memory store (those of clients a quarter); "
+            f"{held:,} are held, this one needs {pin.nbytes:,} or more; drop a context, unpin something, or raise "
+            "cache_bytes"
         )
+
+    def _excess(self, kept: Sequence[Pin], pin: Pin, *, whole: int, quota: int) -> tuple[int, int] | None:
+        """The limit that this pin would exceed beside those ``kept``, and what they hold of it; None if it fits.
+
+        Limits are of the ``whole`` memory and of the tenant's ``quota``, for all pins and for those of clients.
+        """
+        for capacity, pins in ((quota, [other for other in kept if other.tenant == pin.tenant]), (whole, kept)):
+            limits = [(self._max_share, pins)]
+            if pin.client:
+                limits.append((self._max_share / 2, [other for other in pins if other.client]))
+            for share, counted in limits:
+                limit, held = int(share * capacity), sum(other.nbytes for other in counted)
+                if held + pin.nbytes > limit:
+                    return limit, held
+        return None
 
     def remove(self, id: str) -> bool:
         """Let one go. False if there is no such pin."""
@@ -121,4 +148,16 @@ class Pins:
 
 
 def _same_name(one: Pin, other: Pin) -> bool:
-    return (one.tenant, one.name) == (other.tenant, other.name)
+    """A client's pin never replaces one of the operator's."""
+    return (one.tenant, one.name, one.client) == (other.tenant, other.name, other.client)
+
+
+def _next_to_go(kept: Sequence[Pin], pin: Pin) -> Pin | None:
+    """The oldest pin of a client: of whoever holds most with ``pin``, if that is a client's; None if nobody has one."""
+    clients = [other for other in kept if other.client]
+    if pin.client:
+        held = Counter({pin.tenant: pin.nbytes})
+        for other in clients:
+            held[other.tenant] += other.nbytes
+        clients = [other for other in clients if other.tenant == max(held, key=held.__getitem__)]
+    return next(iter(clients), None)

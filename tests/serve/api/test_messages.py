@@ -470,7 +470,6 @@ def test_fields_without_effect_are_taken_and_named(http: httpx.Client) -> None:
         "messages.content.caller",
         "messages.content.is_error",
         "messages.content.tool_use.cache_control",
-        "system.cache_control.ttl",
         "thinking",
         "thinking.budget_tokens",
         "thinking.display",

@@ -170,7 +170,7 @@ def test_the_tool_that_cannot_be_used_is_looked_for_no_longer_than_one_may_take(
 def test_the_tokens_are_read_before_the_first_request(caplog: pytest.LogCaptureFixture) -> None:
     with closing(Grammars(byte_tokenizer(), vocab_size=260, end_token_ids=frozenset())) as grammars:
         grammars.prepare()
-        _wait_until(lambda: grammars._made is not None)
+        _wait_until(lambda: grammars._matchers._made is not None)
     with closing(Grammars("no tokenizer", vocab_size=260, end_token_ids=frozenset())) as grammars:
         grammars.prepare()
         _wait_until(lambda: "answers cannot follow schemas with this tokenizer: ValueError" in caplog.text)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from kvboost.hf.sampling import Sampling
 from kvboost.serve.errors import ApiError, bad_request
+from kvboost.serve.generation.holding import Hold
 from kvboost.serve.generation.prompts import ChatPrompts
 from kvboost.serve.generation.token_stream import Ended, Piece, TokenStream
 from kvboost.serve.schemas.base import SamplingBody
@@ -61,6 +62,8 @@ class GenerationRequest:
     """Makes the constraint of one choice."""
     special: bool = False
     """Whether special tokens are written out: tool calls are recognised by them."""
+    holds: Sequence[Hold] = ()
+    """What the client wants to find again, of the only prompt."""
 
 
 @dataclass

@@ -23,6 +23,7 @@ from kvboost.scheduler.jobs import Job, Ticket
 from kvboost.scheduler.runner import BatchRunner
 from kvboost.serve.errors import ApiError, bad_request
 from kvboost.serve.generation.answers import AnswerReaders
+from kvboost.serve.generation.holding import ClientPins
 from kvboost.serve.generation.prompts import ChatPrompt, ChatPrompts, ReplyMemory
 from kvboost.serve.generation.requests import Answer, GenerationRequest, Offer
 from kvboost.serve.generation.structured import Constrain, Grammars
@@ -90,11 +91,13 @@ class Service:
         self.spaces = Spaces(engine)
         self.metrics = Metrics(engine, runner)
         self.pins = engine.pins
+        self.client_pins = ClientPins(engine, keys=keys, metrics=self.metrics)
         self.draining = False
         self.started = int(time.time())
 
     def close(self) -> None:
         """Stop what runs in the background. The engine and the runner are others'."""
+        self.client_pins.close()
         self.kept.close()
         self.reading.close()
         self.scoring.close()
@@ -205,6 +208,7 @@ class Service:
             try:
                 if answer is not None:
                     self._count(answer, seconds=time.monotonic() - started, span=span)
+                    self._hold(answer)
             finally:
                 self.streams.give_back(generation.caller.tenant)  # last: a server that is idle has counted everything
 
@@ -221,6 +225,7 @@ class Service:
 
     def _submit(self, generation: GenerationRequest) -> list[Ticket]:
         tickets: list[Ticket] = []
+        self.pins.listed()  # those whose time is over make room
         try:
             with ExitStack() as submitted:
                 for job in self._jobs(generation):
@@ -268,6 +273,14 @@ class Service:
                     tenant=generation.caller.tenant,
                     adapter=generation.model if generation.model in self.adapters else None,
                 )
+
+    def _hold(self, answer: Answer) -> None:
+        """Hold what the client asked for, if its prompt was stored: with the first token it is."""
+        request = answer.request
+        if request.holds and answer.new_tokens:
+            ((ids, boundaries),) = request.prompts
+            adapter = request.model if request.model in self.adapters else None
+            self.client_pins.start(request.holds, ids, boundaries, tenant=request.caller.tenant, adapter=adapter)
 
     def _ends(self, generation: GenerationRequest) -> frozenset[int]:
         """The tokens that end an answer and are no part of its text."""

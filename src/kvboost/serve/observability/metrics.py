@@ -249,8 +249,16 @@ class Metrics:
             buckets=_TOKEN_SECONDS,
             registry=registry,
         )
+        self._pins = Counter(
+            "kvboost_client_pins",
+            "Lifetimes that clients asked for, and whether they got them.",
+            ["outcome"],
+            registry=registry,
+        )
         for source in ("exact", "moved", "recomputed", "fresh"):
             self._prompt.labels(source)  # shown from the beginning, as 0
+        for outcome in ("held", "failed"):
+            self._pins.labels(outcome)
 
     def count(self, record: RequestRecord) -> None:
         """One answer that ended."""
@@ -270,6 +278,10 @@ class Metrics:
         ):
             if milliseconds is not None:
                 histogram.observe(milliseconds / 1000)
+
+    def held(self, is_held: bool) -> None:
+        """A client asked for a lifetime of what it stored, and got it or not."""
+        self._pins.labels("held" if is_held else "failed").inc()
 
     def responded(self, status: int) -> None:
         """One HTTP response."""

@@ -136,10 +136,15 @@ class CacheControl(Body):
     """Marks the end of a part as a place to cut, as Anthropic's clients write it."""
 
     type: Literal["ephemeral"]
-    ttl: Annotated[Literal["5m", "1h"] | None, NO_EFFECT] = None
-    """What stays is decided by use."""
+    ttl: Literal["5m", "1h"] | None = None
+    """How long what lies before it is held; if left out, 5 minutes."""
     scope: Annotated[Annotated[str, Field(max_length=64)] | None, NO_EFFECT] = None
     """Each key has a cache of its own."""
+
+    @property
+    def seconds(self) -> int:
+        """The same in seconds."""
+        return 3600 if self.ttl == "1h" else 300
 
 
 class TextPart(Body):
@@ -328,3 +333,7 @@ class SamplingBody(Body):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1), AfterValidator(lambda share: max(share, _MIN_SHARE))] | None = None
     prompt_cache_key: Annotated[Text, Field(max_length=256)] | None = None
+
+
+Retention = Literal["in_memory", "in-memory", "24h"]
+"""How long a prompt is to be found again. In memory is where it is anyhow; OpenAI's clients write it both ways."""

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
+from kvboost.serve.errors import bad_request
 from kvboost.serve.schemas.base import (
     NO_EFFECT,
     Body,
@@ -17,6 +18,7 @@ from kvboost.serve.schemas.base import (
     Messages,
     NamedChoice,
     ResponseFormat,
+    Retention,
     SamplingBody,
     Text,
     TokenIds,
@@ -68,7 +70,6 @@ class Choices(SamplingBody):
     store: Inert = None
     service_tier: Inert = None
     safety_identifier: Inert = None
-    prompt_cache_retention: Inert = None
     prompt_cache_options: Inert = None
 
     @property
@@ -83,6 +84,7 @@ class ChatRequest(Choices):
     messages: Messages
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    prompt_cache_retention: Retention | None = None
     prompt_logprobs: Annotated[None, unsupported("give the ids that /tokenize makes of it to /v1/completions")] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -103,6 +105,13 @@ class ChatRequest(Choices):
     moderation: Annotated[None, unsupported("it does not moderate; leave it out")] = None
 
 
+def _is_number(value: Any) -> Any:
+    if isinstance(value, bool):
+        message = "logprobs is a number here: of how many of the likeliest tokens, 0 to 5; true is what chats take"
+        raise bad_request(message, param="logprobs")
+    return value
+
+
 class CompletionRequest(Choices):
     """POST /v1/completions."""
 
@@ -112,10 +121,11 @@ class CompletionRequest(Choices):
     ]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     """0 for the log-probabilities of a prompt alone."""
-    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=5), BeforeValidator(_is_number)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     """As in vLLM: of each token of the prompt, and of so many of the likeliest ones in its place."""
     echo: bool | None = None
+    prompt_cache_retention: Inert = None
     best_of: Annotated[None, unsupported("ask for n choices with logprobs and take the best")] = None
     suffix: Annotated[None, unsupported("write the prompt as your model expects it to be filled in")] = None
 
@@ -177,8 +187,8 @@ class RerankRequest(RankBody):
 
     query: Text
     documents: Annotated[list[Text], Field(min_length=1, fail_fast=True), at_most(lambda limits: _MAX_RANKED)]
-    top_n: Annotated[int, Field(ge=0)] | None = None
-    """How many are returned; all of them for 0, as in vLLM."""
+    top_n: Annotated[int, Field(ge=1)] | None = None
+    """How many are returned; all of them if left out."""
     return_documents: bool | None = None
     """Whether results have their texts; yes if left out, as in vLLM and Jina."""
 

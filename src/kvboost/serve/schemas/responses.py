@@ -15,6 +15,7 @@ from kvboost.serve.schemas.base import (
     Listed,
     Name,
     NamedSchema,
+    Retention,
     SamplingBody,
     Schema,
     Text,
@@ -178,6 +179,6 @@ class ResponsesRequest(SamplingBody):
     """These three come back in the response."""
     safety_identifier: Inert = None
     service_tier: Inert = None
-    prompt_cache_retention: Inert = None
+    prompt_cache_retention: Retention | None = None
     include: Annotated[list[Literal["reasoning.encrypted_content"]] | None, NO_EFFECT] = None
     stream_options: ResponsesStreamOptions | None = None
