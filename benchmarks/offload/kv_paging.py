@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicCache
 from benchmarks.common.measure import TextSource, positive
 from benchmarks.common.report import Report
 from benchmarks.internals import KVLayout, ModelRunner, SlabCache
-from kvboost.offload.kv import PagedCache, probe_paging
+from kvboost.offload.kv.cache import PagedCache, probe_paging
 from kvboost.offload.kv.pager import FileSpill
 from kvboost.offload.kv.prefill import page_tokens_for
 

@@ -19,7 +19,7 @@ from benchmarks.common.report import Report
 from benchmarks.offload.weight_streaming import SIZES, make_checkpoint, tensor_bytes
 from kvboost.bench.report import Spread
 from kvboost.engine import KVBoost
-from kvboost.offload.weights.streamer import streamer_of
+from kvboost.hf.weights import streamed_weights_of
 from kvboost.types import GenerationResult
 
 QUICK = {"small": True, "tokens": 4, "rounds": 1}
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> Report:
         ways = _ways(args, folder)
         settings: dict[str, Any] = {"weight_budget": weights // 4, "chunk_size": 64}
         with KVBoost.from_pretrained(str(folder), dtype="float32", device="cpu", **settings) as engine:
-            assert streamer_of(engine.model) is not None
+            assert streamed_weights_of(engine.model) is not None
             columns = ["text", "draft", "passes", "proposed", "accepted", "accepted per pass", "tokens/s", "of none"]
             table = report.table(
                 f"{weights / 1e6:.0f} MB; {engine.describe()['weights']}; {args.tokens} tokens at most, greedy",

@@ -35,8 +35,9 @@ from benchmarks.internals import root_key
 from kvboost.bench.report import say
 from kvboost.direct_io import up_to_page
 from kvboost.engine import KVBoost
+from kvboost.hf.weights import streamed_weights_of
 from kvboost.offload.weights.link import FileSource, HostLink
-from kvboost.offload.weights.streamer import WeightStreamer, streamer_of
+from kvboost.offload.weights.streamer import WeightStreamer
 
 QUICK = {"part": "families"}
 _HEADROOM = 200 * 10**6  # beside the weights: activations, KV, stacks of threads, digests at loading
@@ -231,7 +232,7 @@ def resident(args: argparse.Namespace) -> dict[str, Any]:
     _cap(args)
     watch = Watch()
     with KVBoost.from_pretrained(str(args.model), dtype="float32", device="cpu") as engine:
-        assert streamer_of(engine.model) is None
+        assert streamed_weights_of(engine.model) is None
         return {"name": "resident", **decode(engine.model, args.tokens), **watch.stop()}
 
 
@@ -241,8 +242,8 @@ def streamed(args: argparse.Namespace) -> dict[str, Any]:
     with KVBoost.from_pretrained(
         str(args.model), dtype="float32", device="cpu", weight_budget=args.budget, workspace_bytes=0, cache_bytes=0
     ) as engine:
-        streamer = streamer_of(engine.model)
-        assert streamer is not None
+        streamer = streamed_weights_of(engine.model)
+        assert isinstance(streamer, WeightStreamer)
         assert streamer.memory.in_memory <= args.budget
         bare = [link_bandwidth(streamer)]
         before = streamer.stats()
@@ -354,7 +355,7 @@ def families() -> Report:
             logits, roots = [], []
             for given in (None, budget):
                 with KVBoost.from_pretrained(folder, weight_budget=given, **settings) as engine:
-                    assert (streamer_of(engine.model) is not None) == (given is not None)
+                    assert (streamed_weights_of(engine.model) is not None) == (given is not None)
                     logits.append([engine.prefill(prompt).logits for _ in range(2)])
                     roots.append(root_key(engine))
             same = all(torch.equal(a, b) for a, b in zip(*logits, strict=True)) and roots[0] == roots[1]

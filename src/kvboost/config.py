@@ -34,13 +34,7 @@ _SIZES = (
     "disk_cache_bytes",
 )
 
-_NON_PREFIX = (
-    "recompute_strategy",
-    "recompute_ratio",
-    "force_approx",
-    "calibration",
-    "shadow_share",
-)
+_NON_PREFIX = ("recompute_strategy", "recompute_ratio", "force_approx", "calibration", "shadow_share")
 _AUTOMATIC = ("cache_bytes", "workspace_bytes", "packed_bytes", "host_cache_bytes")
 
 

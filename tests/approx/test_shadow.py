@@ -13,6 +13,7 @@ import pytest
 from kvboost import KVBoost
 from kvboost.approx.guard import ReuseGuard
 from kvboost.approx.shadow import ServedRequest, ShadowChecks
+from kvboost.core.spans import ApproxSpans
 from kvboost.core.state import ChunkedPrompt
 from tests.approx.test_find import HEAD, ONE, QUESTION, TWO, engine_for, joined, text, warm
 
@@ -39,12 +40,13 @@ def _ask_until_off(engine: KVBoost) -> None:
 
 def _served(number: int, produced: tuple[int, ...] = (5,)) -> ServedRequest:
     prompt = ChunkedPrompt([number], (), None, [])  # type: ignore[arg-type]
-    return ServedRequest(prompt, {}, list(produced), prefiller=None)  # type: ignore[arg-type]
+    return ServedRequest(prompt, ApproxSpans("none", {}), list(produced), prefiller=None)  # type: ignore[arg-type]
 
 
 def offer(shadow: ShadowChecks, request: ServedRequest) -> None:
     """As if it had been chosen and given a slot when it began."""
-    shadow.offer(replace(request, slot=shadow._guard.reserve() if shadow._guard.chooses() else None))
+    slot = shadow._guard.reserve() if shadow._guard.chooses() else None
+    shadow.offer(replace(request, spans=replace(request.spans, slot=slot)))
 
 
 def _offer(shadow: ShadowChecks, numbers: range) -> None:

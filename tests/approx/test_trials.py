@@ -86,7 +86,7 @@ def test_of_a_batch_the_first_three_are_on_trial_and_no_more_is_looked_up(tiny: 
     engine.generate_batch(prompts, max_new_tokens=4, **_NEVER)
     assert held.free == 0
     assert [request.prompt.tokens for request in held.made()] == prompts[:3]
-    assert all(request.blocks for request in held.seen)
+    assert all(request.spans.blocks for request in held.seen)
     assert held.free == 3
     engine.close()
 

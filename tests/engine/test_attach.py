@@ -337,6 +337,8 @@ def test_the_model_gets_its_generate_back(model: Any) -> None:
         kvboost.attach(model)
     with pytest.raises(ConfigError, match="from_pretrained"):
         kvboost.attach("some/model")
+    with pytest.raises(ConfigError, match="a model comes first"):
+        kvboost.attach(object(), model)
     attached.detach()
     attached.detach()
     assert "generate" not in vars(model)

@@ -255,8 +255,20 @@ def test_approximate_kv_is_never_used(tiny: Tiny, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     ("context", "continuations", "said"),
-    [([], SINGLE, "at least one token"), (CONTEXT, [[]], "no tokens"), (CONTEXT, "text", "list of texts")],
+    [
+        ([], SINGLE, "at least one token"),
+        (CONTEXT, [[]], "no tokens"),
+        (CONTEXT, "text", "list of texts"),
+        (CONTEXT, [3], "lists of token ids"),
+        (None, SINGLE, "lists of token ids"),
+    ],
 )
 def test_a_wrong_call_is_told_what_to_do(context: Any, continuations: Any, said: str, tiny: Tiny) -> None:
     with KVBoost(tiny("llama")) as engine, pytest.raises(ConfigError, match=said):
         engine.score(context, continuations)
+
+
+@pytest.mark.parametrize("wrong", ["some text", (CONTEXT, SINGLE, 1), 7])
+def test_an_entry_that_is_no_pair_is_told_by_its_number(wrong: Any, tiny: Tiny) -> None:
+    with KVBoost(tiny("llama")) as engine, pytest.raises(ConfigError, match="entry 1 is not a pair"):
+        engine.score_many([(CONTEXT, SINGLE), wrong])

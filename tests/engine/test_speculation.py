@@ -14,7 +14,7 @@ from transformers import StoppingCriteria
 
 from kvboost import ConfigError, KVBoost
 from kvboost.hf.numerics import choose
-from kvboost.offload.weights.streamer import streamer_of
+from kvboost.hf.weights import streamed_weights_of
 from tests.helpers.models import NEWEST, tiny_model
 from tests.helpers.tokenizer import byte_tokenizer
 
@@ -112,7 +112,7 @@ def test_one_pass_over_streamed_weights_verifies_several_tokens(tmp_path: Path) 
         wanted = resident.generate(_PROMPT, **_GREEDY).token_ids
     for given in (_LOOKUP, {"assistant_model": tiny_model("llama", **shape)}):
         with KVBoost.from_pretrained(str(tmp_path), weight_budget="500kB", **_SETTINGS) as engine:
-            streamer = streamer_of(engine.model)
+            streamer = streamed_weights_of(engine.model)
             assert streamer is not None
             engine.warm(_PROMPT)
             passes: list[int] = []

@@ -12,7 +12,7 @@ import torch
 
 from kvboost import KVBoost
 from kvboost.errors import ConfigError
-from kvboost.offload.weights.streamer import streamer_of
+from kvboost.hf.weights import streamed_weights_of
 from kvboost.store import MemoryStore
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def both(folder: Path) -> Iterator[tuple[KVBoost, KVBoost]]:
     resident = KVBoost.from_pretrained(str(folder), **_SETTINGS)
     with resident, KVBoost.from_pretrained(str(folder), weight_budget="500kB", **_SETTINGS) as streamed:
-        streamer = streamer_of(streamed.model)
+        streamer = streamed_weights_of(streamed.model)
         assert streamer is not None
         assert streamer.memory.in_memory <= 500_000
         yield resident, streamed
@@ -98,7 +98,7 @@ def test_threads_share_a_streamed_engine(both: tuple[KVBoost, KVBoost]) -> None:
 
 def test_a_budget_for_everything_streams_nothing(folder: Path) -> None:
     with KVBoost.from_pretrained(str(folder), weight_budget="1GB", **_SETTINGS) as engine:
-        assert streamer_of(engine.model) is None
+        assert streamed_weights_of(engine.model) is None
         assert "streamed" not in engine.describe()["weights"]
 
 

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvboost.core.keys import token_array
-from kvboost.explain.differences import aligned_runs, common_prefix
+from kvboost.core.keys import common_prefix, token_array
+from kvboost.explain.differences import aligned_runs
 
 _TEXTS = st.lists(st.sampled_from([list(range(n, n + 20)) for n in (0, 100, 200, 300)] + [[7], [8, 9]]), max_size=8)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kvboost.errors import UnsupportedModelError
-from kvboost.hf import attention, device_memory, measured, probe
+from kvboost.hf import attention, device_memory, measured, probe, weights
 from kvboost.hf.cache import SlabCache
 from kvboost.hf.numerics import choose, tiles
 from kvboost.hf.runner import ModelRunner
@@ -39,6 +39,22 @@ def test_a_bar_is_shown_once_it_takes_over_a_second(
     assert found.identity.snapshot().fields["numerics"].endswith(found.numerics.spec)
     shown = capsys.readouterr().err
     assert ("testing how its kernels round (2 of 3" in shown) == (seconds > 1)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.05])
+def test_hashing_shows_how_far_it_is_once_it_takes_over_a_second(
+    seconds: float, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = weights.digest_tensor
+
+    def slow(name: str, tensor: torch.Tensor) -> bytes:
+        time.sleep(seconds * torch.get_num_threads())
+        return digest(name, tensor)
+
+    monkeypatch.setattr(weights, "digest_tensor", slow)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    weights.digest_weights(model := tiny_model("llama", num_hidden_layers=4), weights.weights_by_owner(model)[None])
+    assert ("hashing the weights" in capsys.readouterr().err) == (seconds > 0)
 
 
 def _fields_beside(free: int, patch: pytest.MonkeyPatch, **settings: Any) -> Any:

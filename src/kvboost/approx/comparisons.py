@@ -35,12 +35,7 @@ Tried = tuple[str, float]
 
 
 def calibrate(
-    prompts: Sequence[EncodedPrompt],
-    *,
-    prefiller: Prefiller,
-    all_strategies: bool,
-    cache_bytes: int,
-    progress: bool,
+    prompts: Sequence[EncodedPrompt], *, prefiller: Prefiller, all_strategies: bool, cache_bytes: int, progress: bool
 ) -> Calibration:
     """Compare the engine's strategy, or all of :data:`TRIED`, at every ratio, over a store of ``cache_bytes``."""
     approx, runner = prefiller.approx, prefiller.runner

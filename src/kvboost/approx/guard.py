@@ -76,11 +76,7 @@ class DisagreementBound:
     def excludes(self, share: float) -> bool:
         """Whether ``share`` (above 0 and below 1) lies outside the interval. Cheaper than either bound."""
         agreements = self.checked - self.disagreements
-        return self.disagreements * math.log(share) + agreements * math.log1p(-share) <= self._limit()
-
-    def _limit(self) -> float:
-        """The log-likelihood at and below which a share is excluded."""
-        agreements = self.checked - self.disagreements
+        likelihood = self.disagreements * math.log(share) + agreements * math.log1p(-share)
         # B(s + 1/2, f + 1/2) / B(1/2, 1/2): the averaged likelihood. B(1/2, 1/2) is pi.
         averaged = (
             math.lgamma(self.disagreements + 0.5)
@@ -88,7 +84,7 @@ class DisagreementBound:
             - math.lgamma(self.checked + 1.0)
             - math.log(math.pi)
         )
-        return averaged + math.log(1.0 - self.confidence)
+        return likelihood <= averaged + math.log(1.0 - self.confidence)
 
     def _edge(self, *, outside: float) -> float:
         """Where the interval ends between the observed share and ``outside``, which is excluded."""

@@ -16,10 +16,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from kvboost.core.chunking import HASH_WINDOW, window_hashes
-from kvboost.core.keys import token_array
+from kvboost.core.keys import common_prefix, token_array
 from kvboost.extend import TokenArray
 
 _log = logging.getLogger(__name__)
@@ -156,19 +154,6 @@ def _anchors(document: _Document) -> list[tuple[int, int]]:
 def _match(ids: TokenArray, start: int, found: _Cut, *, behind: int) -> _Match:
     """How far the prompt from ``start`` on, and back to ``behind``, is the document around that cut."""
     document, cut = found
-    ahead = _same(ids[start:], document.tokens[cut:])
-    back = _same(ids[behind:start][::-1], document.tokens[:cut][::-1])
+    ahead = common_prefix(ids[start:], document.tokens[cut:])
+    back = common_prefix(ids[behind:start][::-1], document.tokens[:cut][::-1])
     return _Match(document, cut - back, cut + ahead, start - cut)
-
-
-def _same(one: TokenArray, other: TokenArray) -> int:
-    """How many leading tokens are equal. Takes as long as they are many, however long the rest is."""
-    count = min(len(one), len(other))
-    done, size = 0, 64
-    while done < count:
-        end = min(done + size, count)
-        differ = np.flatnonzero(one[done:end] != other[done:end])
-        if len(differ):
-            return done + int(differ[0])
-        done, size = end, 2 * size
-    return count

@@ -46,7 +46,12 @@ class Rotary:
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine as the model uses them at ``positions`` [tokens]: [tokens, frequencies] each, float32."""
-        cos, sin = _call(self.module, self.layer_type, positions.to(self.device))
+        like = torch.zeros(1, 1, 1, device=self.device)  # a float32 input gives float32 results
+        kind = {} if self.layer_type is None else {"layer_type": self.layer_type}
+        result = self.module(like, position_ids=positions.to(self.device).view(1, -1), **kind)
+        if isinstance(result, torch.Tensor):  # some families multiply complex numbers
+            result = torch.view_as_real(result).unbind(-1)
+        cos, sin = (part.reshape(len(positions), part.shape[-1]).float() for part in result)
         return cos[:, self.columns], sin[:, self.columns]
 
     def rotation_between(self, old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,12 +149,7 @@ class KeyRepositioner:
     """
 
     def __init__(
-        self,
-        layout: KVLayout,
-        *,
-        rotaries: Sequence[Rotary],
-        rotations: Sequence[Rotation | None],
-        limit: int | None,
+        self, layout: KVLayout, *, rotaries: Sequence[Rotary], rotations: Sequence[Rotation | None], limit: int | None
     ) -> None:
         self._layout = layout
         self._rotaries = rotaries
@@ -234,19 +234,6 @@ class KeyRepositioner:
             raise ValueError(
                 f"the rotary frequencies change beyond {self._limit} tokens; KV cannot be repositioned there"
             )
-
-
-def _call(
-    module: torch.nn.Module, layer_type: str | None, positions: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The module's cosine and sine at ``positions`` [tokens]: [tokens, width] each, in float32."""
-    like = torch.zeros(1, 1, 1, device=positions.device)  # a float32 input gives float32 results
-    kind = {} if layer_type is None else {"layer_type": layer_type}
-    result = module(like, position_ids=positions.view(1, -1), **kind)
-    if isinstance(result, torch.Tensor):  # some families multiply complex numbers
-        result = torch.view_as_real(result).unbind(-1)
-    cos, sin = (part.reshape(len(positions), part.shape[-1]).float() for part in result)
-    return cos, sin
 
 
 def _joined(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

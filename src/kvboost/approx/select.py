@@ -26,10 +26,6 @@ def _highest(score: torch.Tensor, count: int) -> torch.Tensor:
     return score.topk(min(count, len(score))).indices.sort().values
 
 
-def _marked(mask: torch.Tensor) -> torch.Tensor:
-    return mask.nonzero().flatten()
-
-
 @dataclass(frozen=True)
 class Nothing:
     """Recompute nothing: keys are only re-rotated."""
@@ -47,7 +43,7 @@ class Nothing:
 
     def choose(self, situation: RepairSituation) -> torch.Tensor:
         """No positions."""
-        return _marked(torch.zeros_like(situation.positions, dtype=torch.bool))
+        return situation.positions[:0]
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,7 @@ class CacheBlend(Nothing):
     def choose(self, situation: RepairSituation) -> torch.Tensor:
         """The positions that changed most."""
         if situation.value_change is None:  # a model of one layer, whose KV depends on no other position
-            return _marked(torch.zeros_like(situation.positions, dtype=torch.bool))
+            return super().choose(situation)
         return _highest(situation.value_change, situation.budget)
 
 

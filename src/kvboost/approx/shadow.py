@@ -14,7 +14,7 @@ import random
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -24,11 +24,10 @@ import torch
 from kvboost.approx.find import ApproxReuse
 from kvboost.approx.guard import ReuseGuard
 from kvboost.core.prefill import Prefiller, RequestCancelled
-from kvboost.core.spans import ApproxSpans, CheckSlot
+from kvboost.core.spans import ApproxSpans
 from kvboost.core.state import ChunkedPrompt
 from kvboost.hf.adapters import AS_SET, AdapterName
 from kvboost.hf.runner import ModelRunner
-from kvboost.types import KVBlock
 
 FIRST_TOKENS = 8  # compared per answer: enough to diverge, few enough to be cheap
 _SLOTS = 3  # each holds its blocks, outside the store's budget
@@ -43,20 +42,16 @@ class ServedRequest:
     """A finished request that used repositioned chunks, or could have."""
 
     prompt: ChunkedPrompt
-    blocks: Mapping[int, KVBlock]
-    """The repositioned blocks, by chunk index."""
+    spans: ApproxSpans
+    """What was or could have been repositioned. Without a slot it is not to be checked."""
     produced: list[int]
     """The generated tokens."""
     prefiller: Prefiller
     """The prefiller of its tenant."""
     adapter: AdapterName = AS_SET
     """The adapter it ran with."""
-    rung: int = 0
-    """The repair that was used or is tried."""
     cleared: int = 0
     """How often its tenant's store had been cleared when it ended."""
-    slot: CheckSlot | None = None
-    """What it was given when it began; None if it is not to be checked."""
 
     @classmethod
     def of(
@@ -69,16 +64,7 @@ class ServedRequest:
     ) -> ServedRequest:
         """A request that ends now."""
         assert isinstance(prefiller.approx, ApproxReuse)
-        return cls(
-            prompt,
-            spans.blocks,
-            list(produced),
-            prefiller,
-            adapter,
-            rung=spans.rung,
-            cleared=prefiller.approx.cleared,
-            slot=spans.slot,
-        )
+        return cls(prompt, spans, list(produced), prefiller, adapter, prefiller.approx.cleared)
 
 
 def answers_differ(
@@ -93,7 +79,7 @@ def answers_differ(
     prefiller, prompt, approx = request.prefiller, request.prompt, request.prefiller.approx
     assert isinstance(approx, ApproxReuse)
     changed = not prefiller.keys.is_current(prompt.snapshot) or approx.cleared != request.cleared
-    if changed or approx.guard.standing.rung != request.rung:
+    if changed or approx.guard.standing.rung != request.spans.rung:
         return None
     count = min(FIRST_TOKENS, len(request.produced))
     generated = request.produced[: count - 1]
@@ -102,7 +88,7 @@ def answers_differ(
     def busy() -> bool:
         return idle is not None and not idle()
 
-    for using in (request.blocks, None):
+    for using in (request.spans.blocks, None):
         with prefiller.store.uncounted():  # no request looks for these
             again = prefiller.open if using is None else partial(prefiller.replay, using=using)
             state = again(prompt.tokens, boundaries=prompt.boundaries, new_tokens=count)
@@ -180,10 +166,10 @@ class ShadowChecks:
     def offer(self, request: ServedRequest) -> None:
         """Queue this request for a check, if it was given a slot when it began."""
         standing = self._guard.standing
-        if request.slot is None:
+        if request.spans.slot is None:
             return
         if self._closed or not request.produced or not (standing.allowed or standing.trying):
-            request.slot.release()
+            request.spans.slot.release()
         else:
             self._queued.put(request)
 
@@ -217,8 +203,8 @@ class ShadowChecks:
             except Warning:
                 pass  # the user turned warnings into errors; cache_stats() has the same information
             finally:
-                if request is not None and request.slot is not None:
-                    request.slot.release()
+                if request is not None and request.spans.slot is not None:
+                    request.spans.slot.release()
                 self._queued.task_done()
 
     def _try(self, request: ServedRequest) -> None:
@@ -245,7 +231,7 @@ class ShadowChecks:
         before = self._guard.allowed
         if differ is None or not (before or self._guard.standing.trying):
             return
-        self._guard.observe(differ, rung=request.rung)
+        self._guard.observe(differ, rung=request.spans.rung)
         if before and (reason := self._guard.reason) is not None:
             warnings.warn(f"non-prefix reuse is now off: {reason}", RuntimeWarning, stacklevel=1)
         elif not before and self._guard.allowed:

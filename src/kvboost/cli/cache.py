@@ -30,10 +30,7 @@ _DAMAGE = 1
 _SHOWN = 50
 _SAMPLES = 3  # records of a space whose headers are tried
 
-Place = Annotated[
-    str,
-    typer.Argument(metavar="PLACE", help="A cache directory, or redis://HOST:PORT."),
-]
+Place = Annotated[str, typer.Argument(metavar="PLACE", help="A cache directory, or redis://HOST:PORT.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Tenant = Annotated[str | None, typer.Option("--tenant", metavar="NAME", help="Only this tenant's.")]
 Space = Annotated[

@@ -61,7 +61,7 @@ def explain(
     with progress("prompts", total=len(records)) as bar:
         explanation = explain_log(
             encoded(records, tokenizer, log),
-            decode=lambda ids: _text(tokenizer, ids),
+            decode=lambda ids: str(tokenizer.decode(list(ids))),
             breaks=break_table(tokenizer),
             tokens_per_second=tokens_per_second,
             progress=bar.update,
@@ -153,7 +153,3 @@ def encoded(records: Sequence[LogRecord], tokenizer: Any, log: Path) -> Iterator
             raise ConfigError(f"{log}, line {record.line}: {error}; repair that line, or leave it out") from error
         digests = tuple(sha256(json.dumps(message, sort_keys=True).encode()).digest() for message in record.messages)
         yield LoggedPrompt(record.line, token_array(tokens), ends, digests)
-
-
-def _text(tokenizer: Any, ids: Sequence[int]) -> str:
-    return str(tokenizer.decode(list(ids)))

@@ -59,8 +59,7 @@ def with_settings(*sections: str) -> Callable[[Callable[..., Any]], Callable[...
 
 
 _CONFIG = Annotated[
-    Path | None,
-    typer.Option("--config", metavar="FILE", envvar="KVBOOST_CONFIG", help="A TOML file of settings."),
+    Path | None, typer.Option("--config", metavar="FILE", envvar="KVBOOST_CONFIG", help="A TOML file of settings.")
 ]
 _SHOW = Annotated[bool, typer.Option("--show-config", help="Print what is set and by whom, and do nothing else.")]
 

@@ -38,7 +38,10 @@ def run(
     text, reply = sys.stdin.read() if prompt == "-" else prompt, settings.of(ReplyConfig)
     if raw and reply.system is not None:
         raise ConfigError("--raw has no system message; put it before the prompt, or leave --raw out")
-    with _loaded(model, settings) as engine:
+    note(f"loading {model}")  # before torch is imported, which may take seconds
+    from kvboost.engine import KVBoost
+
+    with KVBoost.from_pretrained(model, **settings.engine()) as engine:
         templated = not raw and getattr(engine.tokenizer, "chat_template", None) is not None
         if reply.system is not None and not templated:
             raise ConfigError("this model has no chat template, so no system message; put it before the prompt")
@@ -59,13 +62,6 @@ def _templated(tokenizer: Any, question: str, *, system: str | None) -> list[int
     messages.append({"role": "user", "content": question})
     text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     return [int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
-
-
-def _loaded(model: str, settings: Settings) -> KVBoost:
-    note(f"loading {model}")  # before torch is imported, which may take seconds
-    from kvboost.engine import KVBoost
-
-    return KVBoost.from_pretrained(model, **settings.engine())
 
 
 def _answer(engine: KVBoost, ids: Sequence[int], boundaries: Sequence[int], reply: ReplyConfig) -> GenerationResult:

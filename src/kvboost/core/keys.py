@@ -54,6 +54,19 @@ def token_array(token_ids: Sequence[int]) -> TokenArray:
     return wide.astype(np.uint32)
 
 
+def common_prefix(one: TokenArray, other: TokenArray) -> int:
+    """How many leading tokens agree. Takes as long as they are many, however long the rest is."""
+    count = min(len(one), len(other))
+    done, size = 0, 64
+    while done < count:
+        end = min(done + size, count)
+        differing = np.flatnonzero(one[done:end] != other[done:end])
+        if len(differing):
+            return done + int(differing[0])
+        done, size = end, 2 * size
+    return count
+
+
 def chunk_keys(root: bytes, tokens: TokenArray, ends: Sequence[int], *, tenant: str = "") -> list[Chunk]:
     """The chunks that end at ``ends``, with their keys. ``root`` names the model, the settings and the tenant."""
     raw = tokens.astype(_LITTLE_ENDIAN_IDS, copy=False).tobytes()

@@ -53,6 +53,8 @@ class EngineParts(ModelParts):
     def __init__(self, model: Any, tokenizer: Any, *, config: EngineConfig, store: ChunkStore | None) -> None:
         if isinstance(model, str | Path):
             raise ConfigError(f"KVBoost wraps a loaded model; to load one, use KVBoost.from_pretrained({str(model)!r})")
+        if not hasattr(model, "forward"):
+            raise ConfigError(f"a model comes first, and this is a {type(model).__name__}; give (model, tokenizer)")
         if model.training:
             raise ConfigError("the model is in training mode, where dropout changes every answer; call model.eval()")
         self.model, self.tokenizer, self.config = model, tokenizer, config

@@ -7,7 +7,7 @@ alone and beside others, where prefills have; no approximate KV is ever used.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import ExitStack
 
 import torch
@@ -85,6 +85,9 @@ def score_many(
     """The scores of each pair's continuations, in their order, with the ``top`` likeliest tokens."""
     if top < 0:
         raise ConfigError(f"top_logprobs={top} is no number of tokens; give 0 or more")
+    for number, pair in enumerate(pairs):
+        if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
+            raise ConfigError(f"entry {number} is not a pair of a context and a list of its continuations")
     # By context, whoever gave it: which pair, which place in it, and the tokens of the continuation.
     wanted: dict[tuple[int, ...], list[tuple[int, int, list[int]]]] = {}
     for number, (text, continuations) in enumerate(pairs):
@@ -192,6 +195,8 @@ def _encoded(
     if isinstance(continuations, str):
         raise ConfigError("continuations is a list of texts; give [text] for a single one")
     for place, continuation in enumerate(continuations):
+        if not isinstance(context, Sized) or not isinstance(continuation, Sized):
+            raise ConfigError("a context and a continuation are texts or lists of token ids")
         if not len(context):
             raise ConfigError("a score needs a context of at least one token; begin with the tokenizer's bos_token")
         before, tokens = encode_pair(encoder, context, continuation) if len(continuation) else ([0], [])

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvboost.core.keys import common_prefix
 from kvboost.extend import TokenArray
 
 _GRAM = 12
@@ -26,13 +27,6 @@ class Run(NamedTuple):
     here: int
     there: int
     tokens: int
-
-
-def common_prefix(one: TokenArray, other: TokenArray) -> int:
-    """How many leading tokens agree."""
-    length = min(len(one), len(other))
-    differing = np.flatnonzero(one[:length] != other[:length])
-    return int(differing[0]) if len(differing) else length
 
 
 def aligned_runs(here: TokenArray, there: TokenArray, *, start: int) -> list[Run]:

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kvboost.explain.differences import Decode, Run, Slot, aligned_runs, clipped, common_prefix, read_slot
+from kvboost.core.keys import common_prefix
+from kvboost.explain.differences import Decode, Run, Slot, aligned_runs, clipped, read_slot
 from kvboost.explain.replay import LoggedPrompt, Replayed
 from kvboost.extend import TokenArray
 

@@ -19,9 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost.core.chunking import NaturalChunker
-from kvboost.core.keys import chunk_keys, tail_keys
+from kvboost.core.keys import chunk_keys, common_prefix, tail_keys
 from kvboost.errors import ConfigError
-from kvboost.explain.differences import common_prefix
 from kvboost.extend import TokenArray
 from kvboost.types import Chunk
 

@@ -176,9 +176,11 @@ class Router:
         """What the prompt would take on each of ``replicas``, were they idle."""
         costs, tokens = self.costs, prompt.chunk_tokens
         bits = [self.index.bit_of(name) for name in replicas]
-        prefix, run = self._exact_run(prompt.prefix_keys)
+        prefix = self.index.holders(prompt.prefix_keys)
         content = self.index.holders(prompt.content_keys) if approximate else np.zeros_like(prefix)
         shared_prefix, shared_content = self._shared_by_all(prefix), self._shared_by_all(content)
+        # Whose run of exact chunks reaches each one: what the tier shares reaches everybody.
+        run: Holders = np.bitwise_and.accumulate(prefix | shared_prefix)
         if None in bits:  # of a replica that is new nothing is known, but it can load what all can
             nobody = np.zeros_like(run[:, :1])
             prefix, content = np.hstack((prefix, nobody)), np.hstack((content, nobody))
@@ -206,12 +208,6 @@ class Router:
             loaded=found[2] + found[3],
             computed=computed,
         )
-
-    def _exact_run(self, keys: ShortKeys) -> tuple[Holders, Holders]:
-        """Who holds these chunks, and whose run of exact chunks reaches them."""
-        held = self.index.holders(keys)
-        # What the tier shares reaches everybody: a run goes on through it.
-        return held, np.bitwise_and.accumulate(held | self._shared_by_all(held))
 
     def _shared_by_all(self, held: Holders) -> Holders:
         """All bits of the chunks that the shared tier holds: [chunks, 1]."""

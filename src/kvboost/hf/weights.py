@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
+from transformers.utils.logging import is_progress_bar_enabled
 
 from kvboost.capacity import WeightMemory
 from kvboost.errors import UnsupportedModelError
@@ -222,9 +224,16 @@ def digest_weights(model: Any, weights: Sequence[Weight], known: dict[str, bytes
             return streamer.digest(weight.module, weight.key, weight.name)
         return _digest(weight)
 
+    hidden = None if is_progress_bar_enabled() else True  # None: also where nobody looks, as in a log file
     try:
-        with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:  # hashing releases the GIL
-            digests = list(pool.map(one, weights))
+        with (
+            ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool,  # hashing releases the GIL
+            tqdm(total=len(weights), desc="hashing the weights", delay=1, leave=False, disable=hidden) as bar,
+        ):
+            digests = []
+            for digest in pool.map(one, weights):
+                digests.append(digest)
+                bar.update()
     except (NotImplementedError, RuntimeError) as error:
         raise UnsupportedModelError(
             f"the weights cannot be read to tell this model from others (offloaded or quantised? {error}). "

@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 
@@ -193,9 +194,5 @@ def shared_prefixes(jobs: Sequence[RunningJob]) -> list[SharedPrefix]:
 
 
 def _common_end(chains: Iterable[Sequence[tuple[bytes, int]]]) -> int:
-    end = 0
-    for column in zip(*chains, strict=False):
-        if any(entry != column[0] for entry in column):
-            break
-        end = column[0][1]
-    return end
+    common = takewhile(lambda column: len(set(column)) == 1, zip(*chains, strict=False))
+    return max((column[0][1] for column in common), default=0)

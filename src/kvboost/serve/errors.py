@@ -49,6 +49,12 @@ def bad_request(message: str, *, param: str | None = None, code: str | None = No
     return ApiError(400, message, param=param, code=code)
 
 
+def too_many(what: str) -> ApiError:
+    """A 429 that may be tried again in a moment. ``what`` says what there is too much of."""
+    message = f"{what}, this server's limit; try again in a moment"
+    return ApiError(429, message, code="too_many_requests", headers={"Retry-After": "1"})
+
+
 UNKNOWN_FIELD = "unknown_field"
 """The type of the error of a field that is in no schema; its context has the ``field`` and which may be ``meant``."""
 _NO_OBJECT = "the body is not a JSON object; send one, with the header Content-Type: application/json"

@@ -35,7 +35,7 @@ from kvboost.types import (
 
 T = TypeVar("T")
 
-_MAX_WAITING = 64  # jobs of one thread that loads ahead
+_MAX_WAITING = 64  # jobs of one thread that loads ahead, the one under way included
 _FADE = 0.9  # of earlier loads with each new one: the last ten or so count
 
 
@@ -164,26 +164,19 @@ class Background:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="kvboost-prefetch")
-        self._lock = threading.Lock()
-        self._taken = 0  # waiting or under way
+        self._free = threading.Semaphore(_MAX_WAITING)
 
     def run(self, work: Callable[[], T]) -> Future[T] | None:
         """Run ``work`` later; None if too much waits already, or if the machine has no thread for it."""
-        with self._lock:
-            if self._taken >= _MAX_WAITING:
-                return None
-            self._taken += 1
+        if not self._free.acquire(blocking=False):
+            return None
         try:
             future = self._pool.submit(work)
         except RuntimeError:
-            self._ended()
+            self._free.release()
             return None
-        future.add_done_callback(lambda _: self._ended())
+        future.add_done_callback(lambda _: self._free.release())
         return future
-
-    def _ended(self) -> None:
-        with self._lock:
-            self._taken -= 1
 
     def close(self) -> None:
         """Drop what waits and return once the rest is done."""

@@ -18,15 +18,7 @@ from kvboost.extend import EvictionPolicy, StoreListener
 from kvboost.store.counters import ContentKeys, sum_of
 from kvboost.store.eviction import checked_policy
 from kvboost.store.held import Entry, MemoryLease, Share, best_variant
-from kvboost.types import (
-    TOKEN_BYTES,
-    Chunk,
-    HotChunk,
-    KVBlock,
-    PutOutcome,
-    StoreStats,
-    context_mark,
-)
+from kvboost.types import TOKEN_BYTES, Chunk, HotChunk, KVBlock, PutOutcome, StoreStats, context_mark
 
 TIER = "memory"  # in statistics and events
 MAX_VARIANTS = 4  # of one content that are kept for non-prefix reuse only

@@ -17,9 +17,8 @@ from kvboost.direct_io import PAGE, up_to_page
 from kvboost.errors import CapacityError, ConfigError, UnsupportedModelError
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.probe import probe_model
-from kvboost.offload.kv import PagedCache, PagingLedger, probe_paging
-from kvboost.offload.kv.cache import _resident_pages
-from kvboost.offload.kv.pager import TRANSIT
+from kvboost.offload.kv.cache import PagedCache, _resident_pages, probe_paging
+from kvboost.offload.kv.pager import TRANSIT, PagingLedger
 from tests.helpers.models import FAMILIES, tiny_model
 
 Tiny = Callable[..., Any]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import kvboost.offload.kv.prefill as paged
 from kvboost import GenerationMode, KVBoost
 from kvboost.errors import CapacityError, ConfigError
-from kvboost.offload.kv import PagedCache, min_budget
+from kvboost.offload.kv.cache import PagedCache, min_budget
 from kvboost.scheduler.jobs import Job
 from kvboost.scheduler.runner import BatchRunner
 from kvboost.steps import StepRule

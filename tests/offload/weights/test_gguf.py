@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvboost import KVBoost
+from kvboost.hf.weights import streamed_weights_of
 from kvboost.offload.weights import load
-from kvboost.offload.weights.streamer import streamer_of
 from tests.helpers.files import same_times
 from tests.helpers.models import smollm2_gguf
 
@@ -43,7 +43,7 @@ def test_a_gguf_file_is_streamed(tmp_path: Path) -> None:
                 weight_dir=tmp_path if budget else None,
                 chunk_size=16,
             ) as engine:
-                assert (streamer_of(engine.model) is not None) == (budget is not None)
+                assert (streamed_weights_of(engine.model) is not None) == (budget is not None)
                 assert engine.tokenizer.decode(engine.encode("Hello there")) == "Hello there"
                 cold, warm = engine.prefill(prompt), engine.prefill(prompt)
                 assert warm.reuse.exact_tokens > 0

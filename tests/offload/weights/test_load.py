@@ -17,10 +17,10 @@ from kvboost.hf.checkpoint import Shards
 from kvboost.hf.fingerprint import ModelIdentity
 from kvboost.hf.loading import ModelSource
 from kvboost.hf.probe import probe_model
+from kvboost.hf.weights import streamed_weights_of
 from kvboost.offload.weights.load import load_streamed, put_together
 from kvboost.offload.weights.skeleton import build_skeleton, place_weights
 from kvboost.offload.weights.slabs import make_slabs
-from kvboost.offload.weights.streamer import streamer_of
 from tests.helpers.files import same_times
 from tests.helpers.models import FAMILIES, tiny_model
 from tests.helpers.simulated_link import SimulatedLink
@@ -61,7 +61,7 @@ def _logits(model: Any) -> torch.Tensor:
 def test_a_streamed_model_is_the_resident_one_to_the_bit(tmp_path: Path, family: str) -> None:
     resident = _saved(tmp_path, family)
     streamed = _load(tmp_path, _min_budget(tmp_path))
-    streamer = streamer_of(streamed)
+    streamer = streamed_weights_of(streamed)
     assert streamer is not None
     assert streamer.placement.memory.streamed > 0
     expected = _logits(resident)

@@ -36,6 +36,15 @@ def test_an_echo_comes_first(client: openai.OpenAI, keyed: Running) -> None:
         assert list(streamed.values()) == [choice.text for choice in whole.choices]
 
 
+def test_a_prompt_read_for_its_log_probabilities_is_not_cached(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "tiny", "prompt": _TEXT * 8, "temperature": 0, "max_tokens": 2}
+    client.completions.create(**asked)
+    for more, cached in (({}, True), ({"echo": True}, True), ({"echo": True, "logprobs": 1}, False)):
+        usage = client.completions.create(**asked, **more).usage
+        assert usage is not None and usage.prompt_tokens_details is not None
+        assert bool(usage.prompt_tokens_details.cached_tokens) == cached, more
+
+
 @pytest.mark.parametrize("new", [0, 1, 4])
 def test_a_prompts_log_probabilities_are_plain_transformers_own(
     client: openai.OpenAI, keyed: Running, new: int

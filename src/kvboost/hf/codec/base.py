@@ -83,11 +83,6 @@ class RoundingCodec(KVCodec, ABC):
         """Unpack into ``targets``, [slots, heads, tokens, dim] per slab."""
 
 
-def nbytes(tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes of all these tensors."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
 def group_of(dim: int) -> int:
     """How many neighbouring elements of a head share a scale."""
     return _GROUP if dim % _GROUP == 0 else dim

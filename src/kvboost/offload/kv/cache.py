@@ -36,13 +36,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped
     """Pages of every layer over one pager."""
 
     def __init__(
-        self,
-        model: Any,
-        *,
-        kv_bytes: int,
-        block_tokens: int,
-        layout: KVLayout,
-        directory: Path | None = None,
+        self, model: Any, *, kv_bytes: int, block_tokens: int, layout: KVLayout, directory: Path | None = None
     ) -> None:
         """Hold at most ``kv_bytes`` of KV in memory, in pages of ``block_tokens``.
 

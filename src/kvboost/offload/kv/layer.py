@@ -248,25 +248,16 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
         """Refused: pages are only appended to. Requests with a draft are not paged."""
         raise ConfigError("a paged cache takes no tokens back, as a draft needs it; leave out the draft, or kv_bytes")
 
-    def reset(self) -> None:
-        """Refused: a cache is made for one sequence."""
-        self._refuse()
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        """A cache is made for one sequence: beams would need a page table each."""
+        raise ConfigError(_ONE_SEQUENCE)
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Refused: beams would need a page table each."""
-        self._refuse()
+    reset = reorder_cache = batch_select_indices = _refuse
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Refused unless it changes nothing."""
         if repeats != 1:
             self._refuse()
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Refused."""
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise ConfigError(_ONE_SEQUENCE)
 
     def _first_seen(self, query_position: int) -> int:
         return 0 if self.window is None else max(0, query_position - self.window + 1)

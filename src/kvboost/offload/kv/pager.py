@@ -17,7 +17,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Protocol
 
 import torch
 
@@ -25,28 +24,8 @@ from kvboost.direct_io import DIRECT, PAGE, up_to_page
 from kvboost.errors import CapacityError, KVBoostError
 
 
-class Spill(Protocol):
-    """Numbered slots for pages of equal size."""
-
-    def frame(self, size: int) -> torch.Tensor:
-        """New memory [bytes] to compute with, of the kind :meth:`read` fills."""
-        ...
-
-    def write(self, slot: int, frame: torch.Tensor) -> None:
-        """Keep the frame's bytes."""
-        ...
-
-    def read(self, slots: Sequence[int], pages: torch.Tensor) -> None:
-        """Fill ``pages`` [slots, bytes] with what was written to these slots."""
-        ...
-
-    def close(self) -> None:
-        """Release everything."""
-        ...
-
-
 class FileSpill:
-    """A file without a name, past the page cache where the file system allows it."""
+    """Numbered slots for pages of equal size, in a file without a name: past the page cache where that is allowed."""
 
     def __init__(self, directory: Path | None) -> None:
         """Raises OSError if no file can be made there."""
@@ -58,15 +37,15 @@ class FileSpill:
             self._set_direct(True)
 
     def frame(self, size: int) -> torch.Tensor:
-        """Memory that begins at a page and takes no byte beside its own: the pager counts what it gives out."""
+        """Memory [bytes] to compute with, from a page on and no byte more: the pager counts what it gives out."""
         return torch.frombuffer(mmap.mmap(-1, up_to_page(size)), dtype=torch.uint8)
 
     def write(self, slot: int, frame: torch.Tensor) -> None:
-        """Raises OSError, for example if the disk is full."""
+        """Keep the frame's bytes. Raises OSError, for example if the disk is full."""
         self._move(slot * frame.numel(), frame, write=True)
 
     def read(self, slots: Sequence[int], pages: torch.Tensor) -> None:
-        """Slots that lie side by side are read in one call. Raises OSError if the bytes are not there."""
+        """Fill ``pages`` [slots, bytes]. Slots side by side are read in one call. Raises OSError for missing bytes."""
         first = 0
         for index in range(1, len(slots) + 1):
             if index == len(slots) or slots[index] != slots[index - 1] + 1:
@@ -111,7 +90,7 @@ class FileSpill:
 
 
 class HostSpill:
-    """Pinned host memory beside an accelerator. It has run with the CPU as the device only.
+    """The same slots in pinned host memory beside an accelerator. It has run with the CPU as the device only.
 
     Copies go through the device's default stream, which orders them with the computing; a stream of their own
     would overlap more.
@@ -139,6 +118,8 @@ class HostSpill:
         """Forget all pages."""
         self._pages.clear()
 
+
+Spill = FileSpill | HostSpill
 
 TRANSIT = 2
 """Buffers for pages on their way: one is computed with, the next one is read."""

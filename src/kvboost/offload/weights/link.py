@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -27,18 +27,6 @@ class Extent:
     size: int
 
 
-class Source(Protocol):
-    """Gives out parts of slabs."""
-
-    def held(self, extent: Extent) -> torch.Tensor | None:
-        """The bytes, if they lie in host memory a device can copy from; else None."""
-        ...
-
-    def read(self, extent: Extent, into: memoryview) -> None:
-        """Write the bytes to ``into``, which begins at a page. Raises CapacityError if they cannot be read."""
-        ...
-
-
 class FileSource:
     """Reads the files every time, past the page cache: when even the host's memory is too small."""
 
@@ -46,11 +34,11 @@ class FileSource:
         self._folder = folder
 
     def held(self, extent: Extent) -> torch.Tensor | None:
-        """Nothing is held."""
+        """The bytes, if they lie in host memory a device can copy from: they never do."""
         return None
 
     def read(self, extent: Extent, into: memoryview) -> None:
-        """One read of the whole extent, straight to its place."""
+        """Read the whole extent straight to ``into``, which begins at a page. Raises CapacityError if that fails."""
         try:
             file = self._folder.file(extent.slab)
             found = file.read(into[: extent.size], extent.begin)
@@ -87,6 +75,10 @@ class HostSource:
         held = self.held(extent)
         assert held is not None
         into[: extent.size] = memoryview(held.numpy())  # type: ignore[arg-type]
+
+
+Source = FileSource | HostSource
+"""Gives out parts of slabs."""
 
 
 class Link(ABC):

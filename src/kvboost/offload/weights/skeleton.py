@@ -59,8 +59,8 @@ class Skeleton:
             path, _, key = alias.rpartition(".")
             module = self.model.get_submodule(path)
             if key in module._parameters:
-                parameter = tensor if isinstance(tensor, torch.nn.Parameter) else None
-                tensor = parameter if parameter is not None else torch.nn.Parameter(tensor, requires_grad=False)
+                if not isinstance(tensor, torch.nn.Parameter):  # one for all names
+                    tensor = torch.nn.Parameter(tensor, requires_grad=False)
                 module._parameters[key] = tensor
             else:
                 module._buffers[key] = tensor

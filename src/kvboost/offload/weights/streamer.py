@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from kvboost.capacity import WeightMemory
-from kvboost.hf.weights import attach_streamed_weights, streamed_weights_of
+from kvboost.hf.weights import attach_streamed_weights
 from kvboost.offload.weights.link import Link, Source
 from kvboost.offload.weights.skeleton import Unit, WeightPlacement
 from kvboost.offload.weights.slabs import SlabFolder, Weight
@@ -91,15 +91,18 @@ class WeightStreamer:
         decoder.forward = self._one_at_a_time(decoder.forward)
         if self.placement.parts_per_layer == 1:
             for unit in self.placement.units:
-                layers[unit.layer].register_forward_pre_hook(self._hook(unit))
+                layers[unit.layer].register_forward_pre_hook(partial(self.need, unit.index))
         else:
             for unit, targets in zip(self.placement.units, self._targets, strict=True):
                 for module in {id(target.module): target.module for target in targets}.values():
-                    module.register_forward_pre_hook(self._hook(unit))
+                    module.register_forward_pre_hook(partial(self.need, unit.index))
         attach_streamed_weights(model, self)
 
-    def need(self, index: int) -> None:
-        """Have this unit's weights ready for what is computed next; what the last one held may be overwritten."""
+    def need(self, index: int, *_: Any) -> None:
+        """Have this unit's weights ready for what is computed next; what the last one held may be overwritten.
+
+        As a hook it is also given the module and its arguments.
+        """
         with self._lock:
             if index == self._current:
                 return
@@ -153,12 +156,6 @@ class WeightStreamer:
 
         return alone
 
-    def _hook(self, unit: Unit) -> Any:
-        def before(*_: Any) -> None:
-            self.need(unit.index)
-
-        return before
-
     def _leave(self) -> None:
         """Nothing computed from here on uses the current unit."""
         left, self._current = self._current, -1
@@ -198,12 +195,6 @@ class WeightStreamer:
             self._link.wait(self._link.copy(self._source, unit.extent, memory, after=self._link.event()))
             for target, parameter in zip(self._targets[index], _parameters(unit, memory), strict=True):
                 target.module._parameters[target.key] = parameter
-
-
-def streamer_of(model: Any) -> WeightStreamer | None:
-    """The streamer of this model's weights; None if they are all in memory."""
-    found = streamed_weights_of(model)
-    return found if isinstance(found, WeightStreamer) else None
 
 
 def _close(link: Link, folder: SlabFolder) -> None:

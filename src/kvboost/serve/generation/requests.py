@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from kvboost.hf.sampling import Sampling
@@ -79,17 +79,19 @@ class Answer:
     seen: Counter[int] = field(default_factory=Counter)
     """Tokens of each choice so far: a client that goes away has had them."""
     read: list[ReuseReport] = field(default_factory=list)
-    """Of the choices that have no more than a prompt, which was scored."""
+    """Of each choice whose prompt was read whole for its log-probabilities."""
 
     async def events(self) -> AsyncIterator[Piece | Ended]:
         """Events until all choices have ended. Raises for one that failed."""
-        for index, report in enumerate(self.read):
+        for index, report in enumerate(self.read if self.request.max_new_tokens == 0 else ()):
             self.ended.append(Ended(reason="length", report=report, index=index))
             yield self.ended[-1]
         async for event in self.stream.events():
             if isinstance(event, Piece):
                 self.seen[event.index] += len(event.tokens)
             if isinstance(event, Ended):
+                if self.read:  # then its job's hit saved nothing
+                    event = replace(event, report=self.read[event.index])
                 self.seen[event.index] = len(event.token_ids)
                 self.ended.append(event)
                 if event.reason == "error" and event.refused:

@@ -43,9 +43,8 @@ async def prompt_tokens(service: Service, answer: Answer, ids: Sequence[int], *,
         tokens = ids[start : start + _PIECE]
         [score] = await _scores(service, answer, ids[:start], [tokens], top=top)
         found += map(NewToken, tokens, score.logprobs, score.top, score.ranks)
-    if answer.request.max_new_tokens == 0:
-        report = ReuseReport(0, 0, 0, len(ids), bitwise=True, reason="log-probabilities of a prompt need all of it")
-        answer.read += [report] * answer.request.n
+    report = ReuseReport(0, 0, 0, len(ids), bitwise=True, reason="log-probabilities of a prompt need all of it")
+    answer.read += [report] * answer.request.n
     return found
 
 

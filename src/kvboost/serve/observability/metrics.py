@@ -15,6 +15,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -23,7 +24,7 @@ from prometheus_client.registry import Collector
 
 from kvboost.engine import KVBoost
 from kvboost.scheduler.runner import BatchRunner
-from kvboost.types import CacheStats, NonPrefixReuseStats
+from kvboost.types import CacheStats
 
 _MIN_PERIOD_S = 10.0
 _SHARE = 0.05  # of the time may be spent on asking
@@ -160,40 +161,39 @@ class _Live(Collector):
             self._last[name] = value
             return value + self._gone[name]
 
-    def _counter(self, name: str, meaning: str, value: float) -> CounterMetricFamily:
-        return CounterMetricFamily(name, meaning, value=self._risen(name, value=value))
-
     def collect(self) -> Iterator[Metric]:
         """One scrape."""
         stats, load = total_stats(self._engine, ask_tiers=False), self._runner.load()
-        yield GaugeMetricFamily("kvboost_runner_alive", "0 once the runner has failed or hangs.", value=load.alive)
-        yield GaugeMetricFamily(
-            "kvboost_runner_step_seconds", "Since the step that runs began; 0 if none runs.", value=load.step_seconds
-        )
-        yield GaugeMetricFamily("kvboost_jobs_running", "Jobs in the batch.", value=load.running)
-        yield GaugeMetricFamily("kvboost_jobs_waiting", "Jobs that wait.", value=load.waiting)
-        yield GaugeMetricFamily("kvboost_jobs_kv_bytes", "KV held by running jobs.", value=load.cached_bytes)
-        yield GaugeMetricFamily(
-            "kvboost_jobs_one_by_one", "1 if jobs are decoded one by one; the log says why.", value=load.one_by_one
-        )
-        yield CounterMetricFamily(
-            "kvboost_jobs_preempted", "Running jobs moved back to the queue.", value=load.preempted
-        )
+        reuse = stats["non_prefix_reuse"]
+        for name, meaning, value in (
+            ("kvboost_runner_alive", "0 once the runner has failed or hangs.", load.alive),
+            ("kvboost_runner_step_seconds", "Since the step that runs began; 0 if none runs.", load.step_seconds),
+            ("kvboost_jobs_running", "Jobs in the batch.", load.running),
+            ("kvboost_jobs_waiting", "Jobs that wait.", load.waiting),
+            ("kvboost_jobs_kv_bytes", "KV held by running jobs.", load.cached_bytes),
+            ("kvboost_jobs_one_by_one", "1 if jobs are decoded one by one; the log says why.", load.one_by_one),
+            ("kvboost_store_chunks", "Chunks in memory.", stats["hot_chunks"]),
+            ("kvboost_store_leased", "Chunks held against eviction at the moment.", stats["leased_chunks"]),
+            # Gauges, as a new trial begins at 0.
+            ("kvboost_non_prefix_allowed", "1 if requests may use non-prefix reuse.", reuse["allowed"]),
+            ("kvboost_non_prefix_checked", "Answers checked, of the repair on trial or in use.", reuse["checked"]),
+            ("kvboost_non_prefix_differed", "Those of them that it changed.", reuse["differing"]),
+        ):
+            yield GaugeMetricFamily(name, meaning, value=value)
+        for name, meaning, value in (
+            ("kvboost_jobs_preempted", "Running jobs moved back to the queue.", load.preempted),
+            ("kvboost_chunk_hits", "Chunks found as they were.", stats["cache_hits"]),
+            ("kvboost_chunk_moved", "Chunks found by non-prefix reuse.", stats["approximate_hits"]),
+            ("kvboost_chunk_misses", "Chunks not found.", stats["cache_misses"]),
+            ("kvboost_chunk_evictions", "Chunks evicted.", stats["evictions"]),
+            ("kvboost_store_errors", "Failures of the store and its tiers.", stats["store_errors"]),
+        ):
+            yield CounterMetricFamily(name, meaning, value=self._risen(name, value=value))
         kept = "KV kept for later, by tier, of the tenants that were here since the start; others may have more there."
         by_tier = GaugeMetricFamily("kvboost_store_bytes", kept, labels=["tier"])
         for tier, held in stats["bytes_by_tier"].items():
             by_tier.add_metric([tier], held)
         yield by_tier
-        yield GaugeMetricFamily("kvboost_store_chunks", "Chunks in memory.", value=stats["hot_chunks"])
-        yield GaugeMetricFamily(
-            "kvboost_store_leased", "Chunks held against eviction at the moment.", value=stats["leased_chunks"]
-        )
-        yield self._counter("kvboost_chunk_hits", "Chunks found as they were.", stats["cache_hits"])
-        yield self._counter("kvboost_chunk_moved", "Chunks found by non-prefix reuse.", stats["approximate_hits"])
-        yield self._counter("kvboost_chunk_misses", "Chunks not found.", stats["cache_misses"])
-        yield self._counter("kvboost_chunk_evictions", "Chunks evicted.", stats["evictions"])
-        yield self._counter("kvboost_store_errors", "Failures of the store and its tiers.", stats["store_errors"])
-        yield from _standing(stats["non_prefix_reuse"])
         yield from self._tiers()
 
     def _tiers(self) -> Iterator[Metric]:
@@ -209,14 +209,6 @@ class _Live(Collector):
             yield family
 
 
-def _standing(reuse: NonPrefixReuseStats) -> Iterator[Metric]:
-    """Gauges, as a new trial begins at 0."""
-    name = "kvboost_non_prefix"
-    yield GaugeMetricFamily(f"{name}_allowed", "1 if requests may use non-prefix reuse.", value=reuse["allowed"])
-    yield GaugeMetricFamily(f"{name}_checked", "Answers checked, of the repair on trial or in use.", reuse["checked"])
-    yield GaugeMetricFamily(f"{name}_differed", "Those of them that it changed.", value=reuse["differing"])
-
-
 class Metrics:
     """Counters and histograms of requests, and the engine's own. Thread-safe."""
 
@@ -224,36 +216,20 @@ class Metrics:
         self._recent: deque[RequestRecord] = deque(maxlen=_MAX_RECENT)
         self._registry = CollectorRegistry()
         self._registry.register(_Live(engine, runner))
-        registry = self._registry
-        self._requests = Counter(
-            "kvboost_requests", "Answers, by endpoint and how they ended.", ["endpoint", "finish"], registry=registry
-        )
-        self._responses = Counter("kvboost_http_responses", "Responses by status.", ["status"], registry=registry)
-        self._prompt = Counter(
-            "kvboost_prompt_tokens", "Prompt tokens, by where their KV came from.", ["source"], registry=registry
-        )
-        self._saved = Counter(
-            "kvboost_saved_seconds", "Time to compute the reused tokens, as expected.", registry=registry
-        )
-        self._new = Counter("kvboost_new_tokens", "Tokens produced.", registry=registry)
-        self._ttft = Histogram(
-            "kvboost_ttft_seconds", "From submission to the first token.", buckets=_SECONDS, registry=registry
-        )
-        self._total = Histogram("kvboost_request_seconds", "Whole answers.", buckets=_SECONDS, registry=registry)
-        self._queue = Histogram(
-            "kvboost_queue_seconds", "From submission until a job was admitted.", buckets=_SECONDS, registry=registry
-        )
-        self._token = Histogram(
-            "kvboost_output_token_seconds",
-            "For each token after the first, on average over an answer.",
-            buckets=_TOKEN_SECONDS,
-            registry=registry,
-        )
-        self._pins = Counter(
-            "kvboost_client_pins",
-            "Lifetimes that clients asked for, and whether they got them.",
-            ["outcome"],
-            registry=registry,
+        counter = partial(Counter, registry=self._registry)
+        histogram = partial(Histogram, registry=self._registry, buckets=_SECONDS)
+        self._requests = counter("kvboost_requests", "Answers, by endpoint and how they ended.", ["endpoint", "finish"])
+        self._responses = counter("kvboost_http_responses", "Responses by status.", ["status"])
+        self._prompt = counter("kvboost_prompt_tokens", "Prompt tokens, by where their KV came from.", ["source"])
+        self._saved = counter("kvboost_saved_seconds", "Time to compute the reused tokens, as expected.")
+        self._new = counter("kvboost_new_tokens", "Tokens produced.")
+        self._ttft = histogram("kvboost_ttft_seconds", "From submission to the first token.")
+        self._total = histogram("kvboost_request_seconds", "Whole answers.")
+        self._queue = histogram("kvboost_queue_seconds", "From submission until a job was admitted.")
+        mean = "For each token after the first, on average over an answer."
+        self._token = histogram("kvboost_output_token_seconds", mean, buckets=_TOKEN_SECONDS)
+        self._pins = counter(
+            "kvboost_client_pins", "Lifetimes that clients asked for, by whether they got them.", ["outcome"]
         )
         for source in ("exact", "moved", "recomputed", "fresh"):
             self._prompt.labels(source)  # shown from the beginning, as 0

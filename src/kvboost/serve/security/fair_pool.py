@@ -22,7 +22,7 @@ from functools import partial
 from time import monotonic, thread_time
 from typing import Any, TypeVar
 
-from kvboost.serve.errors import ApiError
+from kvboost.serve.errors import ApiError, too_many
 
 T = TypeVar("T")
 _LOOK_S = 0.5  # who rests is looked at again so often: the others may have gone
@@ -139,12 +139,7 @@ class FairPool:
         with self._changed:
             even_share = max(1, self._max_waiting // len({*self._waiting, tenant}))
             if self.waiting >= self._max_waiting and len(self._waiting.get(tenant, ())) >= even_share:
-                raise ApiError(
-                    429,
-                    f"{self._max_waiting} requests wait to be read, this server's limit; try again in a moment",
-                    code="too_many_requests",
-                    headers={"Retry-After": "1"},
-                )
+                raise too_many(f"{self._max_waiting} requests wait to be read")
         future: Future[T] = Future()
         entry = _Entry(future, partial(work, *arguments, **keywords), _visit_of(tenant))
         self._add(tenant, entry)

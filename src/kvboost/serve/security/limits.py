@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvboost.errors import ConfigError
-from kvboost.serve.errors import ApiError, bad_request
+from kvboost.serve.errors import ApiError, bad_request, too_many
 
 _MINUTE_S = 60.0
 _MOST_CHARACTERS = 32  # of a token; a text with more of them for each token of the limit is not tokenised at all
@@ -108,12 +108,7 @@ class Shares:
         """So much more. Raises a 429 if that is too much, and the tenant would have more than its even share."""
         even_share = max(1, self._limit // len({*self._held, tenant}))
         if self.held + amount > self._limit and self._held[tenant] + amount > even_share:
-            raise ApiError(
-                429,
-                f"{self._refusal}, this server's limit; try again in a moment",
-                code="too_many_requests",
-                headers={"Retry-After": "1"},
-            )
+            raise too_many(self._refusal)
         self._held[tenant] += amount
 
     def give_back(self, tenant: str, amount: int = 1) -> None:

@@ -18,9 +18,8 @@ import random
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from kvboost.store.eviction.returns import Kind, Watch, rate_at
+from kvboost.store.eviction.returns import INSIDE, Block, Kind, Watch, rate_at
 
 _MOST_IN_DUELS = 1024  # keys in duels, two each
 _FADE = 0.98  # of earlier results with each new one: the last fifty or so count
@@ -30,7 +29,6 @@ _DRAWS = 4  # before every leaf is looked at: blocks under a lease may be drawn
 _GHOSTS_EACH, _GHOSTS = 8, 32768  # eight for every stored block; above 32,768 of them, one for every stored block
 _WATCH_ALL = 1024  # stored blocks up to which every one is watched; of n times as many, every n-th
 _MAX_USES = 5
-_INSIDE = 2  # chunks behind it in its prompt: this many or more
 _CLEARLY = 1.2  # times what a new block promises: a victim that promises more than that keeps its place
 
 
@@ -68,54 +66,21 @@ class Duels:
             self._mean = _FADE * self._mean + (1 - _FADE) * result
 
 
-@dataclass(slots=True, eq=False)
-class _Block:
-    """A key, stored or evicted not long ago."""
-
-    key: bytes
-    content: bytes | None
-    kind: Kind
-    watched: bool
-    uses: int = 0
-    """How often it was found, or stored again."""
-    mean: float = 0.0
-    """Prompts between its uses, the last ones most."""
-    time: int = 0
-    span: int = -1
-    parent: _Block | None = None
-    children: int = 0
-    place: int = -1
-    """Among the leaves."""
-    position: int = 0
-    """In the prompt it was stored for."""
-    placed: bool = False
-    behind: int = _INSIDE
-    turned_away: bool = False
-    """Refused the last time, and so was unseen all that followed it."""
-
-    def came_back(self, now: int) -> None:
-        """One more use, after so many prompts."""
-        away = now - self.time
-        self.mean = (self.mean + away) / 2 if self.uses else away
-        self.uses += 1
-        self.behind = _INSIDE
-
-
 class LeastExpected:
     """Evicts what is least expected back, by what this store has seen of blocks of the same kind."""
 
     def __init__(self, *, seed: int = 0) -> None:
         self._watch = Watch()
         self._kinds: dict[tuple[int, ...], Kind] = {}
-        self._blocks: dict[bytes, _Block] = {}
-        self._ghosts: OrderedDict[bytes, _Block] = OrderedDict()
+        self._blocks: dict[bytes, Block] = {}
+        self._ghosts: OrderedDict[bytes, Block] = OrderedDict()
         self._ghost_of: dict[bytes, bytes] = {}  # content -> the key of its newest ghost
-        self._leaves: list[_Block] = []
+        self._leaves: list[Block] = []
         self._draw = random.Random(seed).random
         self._chosen: bytes | None = None
         self._bar = -1.0  # the rate of the last victim that was drawn
-        self._next: _Block | None = None  # what it stood behind
-        self._admitted: _Block | None = None  # about to be inserted
+        self._next: Block | None = None  # what it stood behind
+        self._admitted: Block | None = None  # about to be inserted
         self._duels = Duels()
 
     def inserted(
@@ -151,7 +116,7 @@ class LeastExpected:
 
     def used(self, chain: Sequence[bytes]) -> None:
         """The whole of a prompt: now its end is known, and where its new blocks stand."""
-        inside = len(chain) - _INSIDE
+        inside = len(chain) - INSIDE
         for position, key in enumerate(chain):
             block = self._blocks.get(key)
             if block is None or (block.placed and position < inside):
@@ -159,7 +124,7 @@ class LeastExpected:
             if not block.placed:
                 block.placed = True
                 block.position = position
-            block.behind = min(_INSIDE, len(chain) - 1 - position)
+            block.behind = min(INSIDE, len(chain) - 1 - position)
             self._watch.change_kind(block, self._kind_of(block))
 
     def removed(self, key: bytes) -> None:
@@ -211,7 +176,7 @@ class LeastExpected:
             self._remember(block)
         return admitted
 
-    def _newcomer(self, key: bytes, content: bytes | None, above: _Block | None) -> _Block:
+    def _newcomer(self, key: bytes, content: bytes | None, above: Block | None) -> Block:
         """What is known of a block that is not stored, or of its content where it stood elsewhere."""
         block, self._admitted = self._admitted, None
         if block is not None and block.key == key:
@@ -225,7 +190,7 @@ class LeastExpected:
             block.placed = False
         else:
             every = 1 + len(self._blocks) // _WATCH_ALL
-            block = _Block(key, content, self._watch.everything, watched=zlib.crc32(key) % every == 0)
+            block = Block(key, content, self._watch.everything, watched=zlib.crc32(key) % every == 0)
             if above is not None and above.turned_away and above.time == self._watch.now:
                 # Its beginning was refused before it could be seen itself: it was there too, as a rule.
                 block.uses, block.mean, block.turned_away = above.uses, above.mean, True
@@ -233,7 +198,7 @@ class LeastExpected:
             block.position = above.position + 1
         return block
 
-    def _remember(self, block: _Block) -> None:
+    def _remember(self, block: Block) -> None:
         self._ghosts[block.key] = block
         if block.content is not None:
             self._ghost_of[block.content] = block.key
@@ -241,7 +206,7 @@ class LeastExpected:
         while len(self._ghosts) > max(stored, min(_GHOSTS_EACH * stored, _GHOSTS)):
             self._forget_content(self._ghosts.popitem(last=False)[1])
 
-    def _ghost(self, key: bytes, content: bytes | None) -> _Block | None:
+    def _ghost(self, key: bytes, content: bytes | None) -> Block | None:
         """Take the ghost of this key; or of this content, which came back behind other text."""
         block = self._ghosts.pop(key, None)
         if block is None and content is not None and content in self._ghost_of:
@@ -250,11 +215,11 @@ class LeastExpected:
             self._forget_content(block)
         return block
 
-    def _forget_content(self, ghost: _Block) -> None:
+    def _forget_content(self, ghost: Block) -> None:
         if ghost.content is not None and self._ghost_of.get(ghost.content) == ghost.key:
             del self._ghost_of[ghost.content]
 
-    def _drawn(self, evictable: Callable[[bytes], bool]) -> _Block | None:
+    def _drawn(self, evictable: Callable[[bytes], bool]) -> Block | None:
         leaves, draw = self._leaves, self._draw
         count = len(leaves)
         self._next = None
@@ -265,7 +230,7 @@ class LeastExpected:
                     return block
         return self._least(leaves, evictable)
 
-    def _least(self, blocks: list[_Block], evictable: Callable[[bytes], bool]) -> _Block | None:
+    def _least(self, blocks: list[Block], evictable: Callable[[bytes], bool]) -> Block | None:
         least = None
         for block in blocks:
             rate = self._rate(block)
@@ -274,17 +239,17 @@ class LeastExpected:
                 least, self._bar = block, rate
         return least
 
-    def _rate(self, block: _Block) -> float:
+    def _rate(self, block: Block) -> float:
         now = self._watch.now
         return rate_at(block.kind.index(now, self._watch.weight), now - block.time)
 
-    def _wait_for(self, block: _Block) -> None:
+    def _wait_for(self, block: Block) -> None:
         block.time = self._watch.now
         block.kind = self._kind_of(block)
         if block.watched:
             self._watch.start(block)
 
-    def _kind_of(self, block: _Block) -> Kind:
+    def _kind_of(self, block: Block) -> Kind:
         position, uses = block.position, block.uses
         some = uses if uses < _MAX_USES else min(3 + uses.bit_length(), 9)
         away = min((int(block.mean) + 1).bit_length() + 1, 19) // 2 if uses else 0
@@ -303,11 +268,11 @@ class LeastExpected:
             kind = self._kinds[code] = Kind(above)
         return kind
 
-    def _add_leaf(self, block: _Block) -> None:
+    def _add_leaf(self, block: Block) -> None:
         block.place = len(self._leaves)
         self._leaves.append(block)
 
-    def _drop_leaf(self, block: _Block) -> None:
+    def _drop_leaf(self, block: Block) -> None:
         last = self._leaves.pop()
         if last is not block:
             self._leaves[block.place] = last

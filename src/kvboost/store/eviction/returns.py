@@ -12,13 +12,14 @@ import math
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 _PER_OCTAVE = 3  # spans of age for each doubling; with 2, what is about to be evicted is told apart too late
 SPANS = 48  # the last begins at 2 ** 15.7 prompts
 _MEMORY = 0.9995  # per prompt: what was seen 2,000 prompts ago counts 0.37
 _REFIT = 100  # prompts after which a kind's table is rebuilt
 _OWN_COUNTS = (6.0, 4.0, 10.0, 20.0)  # blocks at risk from which on a level weighs more than the one above it
+INSIDE = 2  # chunks behind it in its prompt: this many or more
 _MAX_WATCHED = 16384  # more than are stored or remembered as ghosts: of larger stores a part is watched
 
 _ENDS = [2 ** (span / _PER_OCTAVE) for span in range(SPANS)]
@@ -104,13 +105,38 @@ def rate_at(index: Sequence[float], age: int) -> float:
     return index[span] + (place - span) * (index[span + 1] - index[span])
 
 
-class Watched(Protocol):
-    """What the watch needs to know of a block."""
+@dataclass(slots=True, eq=False)
+class Block:
+    """A key, stored or evicted not long ago."""
 
-    time: int
+    key: bytes
+    content: bytes | None
     kind: Kind
-    span: int
+    watched: bool
+    uses: int = 0
+    """How often it was found, or stored again."""
+    mean: float = 0.0
+    """Prompts between its uses, the last ones most."""
+    time: int = 0
+    span: int = -1
     """The span of age it is counted in, -1 if it is not watched now."""
+    parent: Block | None = None
+    children: int = 0
+    place: int = -1
+    """Among the leaves."""
+    position: int = 0
+    """In the prompt it was stored for."""
+    placed: bool = False
+    behind: int = INSIDE
+    turned_away: bool = False
+    """Refused the last time, and so was unseen all that followed it."""
+
+    def came_back(self, now: int) -> None:
+        """One more use, after so many prompts."""
+        away = now - self.time
+        self.mean = (self.mean + away) / 2 if self.uses else away
+        self.uses += 1
+        self.behind = INSIDE
 
 
 class Watch:
@@ -121,7 +147,7 @@ class Watch:
         self.weight = 1.0
         """Of a count made now. It grows, which is cheaper than letting all others shrink."""
         self.everything = Kind(None)
-        self._spans: list[deque[tuple[Watched, int]]] = [deque() for _ in range(SPANS - 1)]
+        self._spans: list[deque[tuple[Block, int]]] = [deque() for _ in range(SPANS - 1)]
         self._watched = 0  # entries in the queues, outdated ones included
 
     def tick(self) -> float | None:
@@ -147,7 +173,7 @@ class Watch:
         factor, self.weight = 1 / self.weight, 1.0
         return factor
 
-    def start(self, block: Watched) -> None:
+    def start(self, block: Block) -> None:
         """``block`` was used now and is waited for."""
         block.span = 0
         self._enter(block.kind, 0, 1)
@@ -156,12 +182,12 @@ class Watch:
         if self._watched > _MAX_WATCHED:
             self._give_up_oldest()
 
-    def came_back(self, block: Watched) -> None:
+    def came_back(self, block: Block) -> None:
         """``block`` is used again; counts it if it was watched."""
         if block.span >= 0:
             self._count(block, stayed=False)
 
-    def change_kind(self, block: Watched, kind: Kind) -> None:
+    def change_kind(self, block: Block, kind: Kind) -> None:
         """More is known about ``block`` than when its watch began."""
         if block.span >= 0:
             self._enter(block.kind, block.span, -1)
@@ -176,7 +202,7 @@ class Watch:
             self._enter(block.kind, block.span, -1)
             block.span = -1
 
-    def _count(self, block: Watched, *, stayed: bool) -> None:
+    def _count(self, block: Block, *, stayed: bool) -> None:
         span, block.span = block.span, -1
         kind: Kind | None = block.kind
         while kind is not None:

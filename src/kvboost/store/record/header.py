@@ -149,29 +149,12 @@ def pack_header(header: RecordHeader, mac_key: bytes | None) -> bytearray:
         | (_MAC if header.keyed else 0)
         | (_ENCRYPTED if header.encrypted else 0)
     )
-    _FIXED.pack_into(
-        packed,
-        0,
-        MAGIC,
-        header.version,
-        flags,
-        header.header_bytes,
-        header.record_bytes,
-        b"",
-        header.namespace.root,
-        header.namespace.tenant,
-        header.secrets_id,
-        header.key,
-        header.parent_key or b"",
-        header.content_key,
-        header.body_check,
-        header.start,
-        header.approx_depth,
-        header.token_bytes,
-        len(header.context),
-        len(header.codec),
-        len(header.runs),
-    )
+    # In the order of the table above.
+    record = (MAGIC, header.version, flags, header.header_bytes, header.record_bytes, b"")
+    space = (header.namespace.root, header.namespace.tenant, header.secrets_id)
+    keys = (header.key, header.parent_key or b"", header.content_key, header.body_check)
+    sizes = (header.token_bytes, len(header.context), len(header.codec), len(header.runs))
+    _FIXED.pack_into(packed, 0, *record, *space, *keys, header.start, header.approx_depth, *sizes)
     table = b"".join(
         _RUN.pack(run.count, _DTYPE_NUMBERS[run.dtype], len(run.shape)) + struct.pack(f"<{len(run.shape)}I", *run.shape)
         for run in header.runs

@@ -128,13 +128,7 @@ class HostTier:
     name = "host"
     outlives_process = False
 
-    def __init__(
-        self,
-        capacity_bytes: int,
-        *,
-        page_bytes: int = 256 * 2**10,
-        streams: Streams | None = None,
-    ) -> None:
+    def __init__(self, capacity_bytes: int, *, page_bytes: int = 256 * 2**10, streams: Streams | None = None) -> None:
         """``streams`` copy between the device and the pages, and allocate those; by default as the CPU does.
 
         A block takes whole pages: small ones waste less, large ones take fewer copies.

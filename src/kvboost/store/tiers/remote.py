@@ -276,7 +276,12 @@ class Guard:
         if not deadline.wait(call) and call.give_up():
             # Where our own threads are busy with others' calls, that is not the server's fault.
             raise self.failed(TimeoutError("no answer in time")) if self.is_stuck else UnavailableError(None)
-        return self.guarded(call.result)
+        try:
+            return call.result()
+        except (UnavailableError, RefusedError):
+            raise
+        except Exception as error:
+            raise self.failed(error) from error
 
     def each(
         self, works: Iterable[tuple[Callable[[Call[T]], T], int]], *, ahead: int, deadline: Deadline, report: Report
@@ -309,15 +314,6 @@ class Guard:
         except UnavailableError as error:
             report(error)
         return results()
-
-    def guarded(self, work: Callable[[], T]) -> T:
-        """Run this here. Raises UnavailableError, or RefusedError for this call alone."""
-        try:
-            return work()
-        except (UnavailableError, RefusedError):
-            raise
-        except Exception as error:
-            raise self.failed(error) from error
 
     def failed(self, error: Exception) -> UnavailableError:
         """Leave the server alone for a while; what to raise."""

@@ -84,12 +84,12 @@ class Database:
         except sqlite3.Error:
             self._write.close()
             raise
-        self._inode = _inode(path)
+        self._inode = inode(path)
 
     @property
     def is_current(self) -> bool:
         """Whether this is still the directory's index: another process may have put a new one in its place."""
-        return _inode(self._path) == self._inode
+        return inode(self._path) == self._inode
 
     def close(self) -> None:
         """Close the connections."""
@@ -190,7 +190,8 @@ def _connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _inode(path: Path) -> tuple[int, int] | None:
+def inode(path: Path) -> tuple[int, int] | None:
+    """Tells a file from another one under the same name."""
     try:
         found = path.stat()
     except OSError:

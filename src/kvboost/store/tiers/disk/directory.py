@@ -24,7 +24,7 @@ from kvboost.errors import ConfigError, RecordError, RecordVersionError
 from kvboost.store.record.format import RecordFormat, inspect, space_of
 from kvboost.store.record.header import PAGE, aligned, header_length, info_of
 from kvboost.store.tiers.base import Backend, Place
-from kvboost.store.tiers.disk.database import NOBODY, IndexUnavailableError, is_damaged
+from kvboost.store.tiers.disk.database import NOBODY, IndexUnavailableError, inode, is_damaged
 from kvboost.store.tiers.disk.files import Files, Layout, Presence, locked, read_capacity, write_capacity
 from kvboost.store.tiers.disk.index import ChunkIndex, Limits, NewEntry
 from kvboost.types import BlockInfo, Namespace
@@ -252,7 +252,9 @@ def reconcile(index: ChunkIndex, layout: Layout, files: Files) -> None:
     index.set_meta(_BOOT, boot)
 
 
-def rebuild(layout: Layout, files: Files, new: Path, broken: int | None, make: Callable[[Path], ChunkIndex]) -> None:
+def rebuild(
+    layout: Layout, files: Files, new: Path, broken: tuple[int, int] | None, make: Callable[[Path], ChunkIndex]
+) -> None:
     """Put an index made from the records' headers in place of a broken one, unless another process did already.
 
     ``new`` is a free name in ``tmp/``, ``broken`` the inode of the broken index. Recency starts with the times
@@ -276,14 +278,6 @@ def rebuild(layout: Layout, files: Files, new: Path, broken: int | None, make: C
 def _unlink(index: Path) -> None:
     for suffix in ("", "-wal", "-shm"):
         Path(f"{index}{suffix}").unlink(missing_ok=True)
-
-
-def inode(path: Path) -> int | None:
-    """Tells a file from another one under the same name."""
-    try:
-        return path.stat().st_ino
-    except OSError:
-        return None
 
 
 def _found(
