@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -95,9 +94,10 @@ class EngineParts(ModelParts):
     @cached_property
     def matchers(self) -> Matchers:
         """What holds answers to schemas."""
-        ends, own = end_token_ids(self.model, {}), getattr(self.tokenizer, "eos_token_id", None)
+        own = getattr(self.tokenizer, "eos_token_id", None)  # of chat models often the end of a turn
+        ends = end_token_ids(self.model, {}) | ({int(own)} if own is not None else set())
         rows = int(self.model.get_input_embeddings().weight.shape[0])
-        return Matchers(self.tokenizer, vocab_size=rows, end_token_ids=ends | ({own} if own is not None else set()))
+        return Matchers(self.tokenizer, vocab_size=rows, end_token_ids=ends)
 
     def _assemble(self, store: ChunkStore | None) -> tuple[Assembly | None, str | None]:
         try:
@@ -225,9 +225,7 @@ class Activity:
         with self._lock:
             self._running += 1
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         with self._lock:
             self._running -= 1
             self._ended = time.monotonic()

@@ -1,8 +1,8 @@
 """Holds the chunks of chosen prompts against eviction, until they are released or their time is over.
 
 Used by ``save_context`` and by the server. Invariants: pinned chunks take half of the memory store at most, so that
-others always fit, and those that clients asked for a quarter, so that the operator's fit; the same holds of a tenant
-and its quota; a pin holds leases like any request, and nothing else.
+others always fit, and clients' a quarter; the same holds of a tenant and its quota; a pin of a client goes before one
+of the operator is refused; a pin holds leases like any request, and nothing else.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -80,44 +79,43 @@ class Pins:
             seconds,
             client,
         )
-        whole = store_stats(session.store, None, ask_tiers=False).capacity_bytes
-        share = None if self._shared_store else session.tenant
-        quota = store_stats(session.store, share, ask_tiers=False).capacity_bytes
+        quota = None if self._shared_store else session.tenant
+        capacities = [store_stats(session.store, of, ask_tiers=False).capacity_bytes for of in (quota, None)]
         self._remove_ended()
-        with self._lock:
-            kept = [other for other, _, _ in self._pins.values() if name is None or not _same_name(other, pin)]
-            while (excess := self._excess(kept, pin, whole=whole, quota=quota)) and (goes := _next_to_go(kept, pin)):
-                kept.remove(goes)
-            if excess is None:
-                gone = self._pins.keys() - {other.id for other in kept}
+        gone: list[Pin] = []
+        try:
+            with self._lock:
+                pins = [one for one, _, _ in self._pins.values()]
+                named = (session.tenant, name, client)  # so a client's pin never replaces one of the operator's
+                replaced = [one for one in pins if name is not None and (one.tenant, one.name, one.client) == named]
+                for tenant, capacity in zip((pin.tenant, None), capacities, strict=True):
+                    stay = [one for one in pins if one not in replaced + gone and tenant in (None, one.tenant)]
+                    gone += self._gone_for(pin, stay, capacity)
                 ends = time.monotonic() + seconds if seconds is not None else float("inf")
                 self._pins[pin.id] = (pin, lease, ends)
-        if excess is None:
-            for id in gone:
-                self.remove(id)
-            return pin
-        lease.release()
-        limit, held = excess
-        raise CapacityError(
-            f"contexts and pins may hold {limit:,} bytes, half of the memory store (those of clients a quarter); "
-            f"{held:,} are held, this one needs {pin.nbytes:,} or more; drop a context, unpin something, or raise "
-            "cache_bytes"
-        )
+        except CapacityError:
+            lease.release()
+            raise
+        for one in replaced + gone:
+            self.remove(one.id)
+        return pin
 
-    def _excess(self, kept: Sequence[Pin], pin: Pin, *, whole: int, quota: int) -> tuple[int, int] | None:
-        """The limit that this pin would exceed beside those ``kept``, and what they hold of it; None if it fits.
-
-        Limits are of the ``whole`` memory and of the tenant's ``quota``, for all pins and for those of clients.
-        """
-        for capacity, pins in ((quota, [other for other in kept if other.tenant == pin.tenant]), (whole, kept)):
-            limits = [(self._max_share, pins)]
-            if pin.client:
-                limits.append((self._max_share / 2, [other for other in pins if other.client]))
-            for share, counted in limits:
-                limit, held = int(share * capacity), sum(other.nbytes for other in counted)
-                if held + pin.nbytes > limit:
-                    return limit, held
-        return None
+    def _gone_for(self, pin: Pin, others: Sequence[Pin], capacity: int) -> list[Pin]:
+        """The clients' pins that go for this one, the oldest first. Raises CapacityError if it does not fit even so."""
+        limit, pins = int(self._max_share * capacity), (*others, pin)
+        held = sum(one.nbytes for one in pins if not one.client)
+        clients = [one for one in pins if one.client]
+        room = min(limit // 2, limit - held)
+        if room < (pin.nbytes if pin.client else 0):
+            raise CapacityError(
+                f"contexts and pins may hold {limit:,} bytes, half of the memory, and clients' pins half of that; "
+                f"{sum(one.nbytes for one in others):,} are held, this one needs {pin.nbytes:,} or more; drop a "
+                "context, unpin something, or raise cache_bytes"
+            )
+        gone: list[Pin] = []
+        while sum(one.nbytes for one in clients) > room:
+            gone.append(clients.pop(0))
+        return gone
 
     def remove(self, id: str) -> bool:
         """Let one go. False if there is no such pin."""
@@ -145,19 +143,3 @@ class Pins:
             ended = [id for id, (_, _, ends) in self._pins.items() if ends <= time.monotonic()]
         for id in ended:
             self.remove(id)
-
-
-def _same_name(one: Pin, other: Pin) -> bool:
-    """A client's pin never replaces one of the operator's."""
-    return (one.tenant, one.name, one.client) == (other.tenant, other.name, other.client)
-
-
-def _next_to_go(kept: Sequence[Pin], pin: Pin) -> Pin | None:
-    """The oldest pin of a client: of whoever holds most with ``pin``, if that is a client's; None if nobody has one."""
-    clients = [other for other in kept if other.client]
-    if pin.client:
-        held = Counter({pin.tenant: pin.nbytes})
-        for other in clients:
-            held[other.tenant] += other.nbytes
-        clients = [other for other in clients if other.tenant == max(held, key=held.__getitem__)]
-    return next(iter(clients), None)

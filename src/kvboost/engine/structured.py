@@ -11,12 +11,11 @@ import json
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from kvboost.errors import ConfigError, with_extra
-
-if TYPE_CHECKING:
-    import torch
 
 LIMITS: dict[str, Any] = {
     "step_lexer_fuel": 50_000,  # work of one mask, a quarter of llguidance's own limit
@@ -49,8 +48,8 @@ class Matchers:
 
         with self._lock:
             if self._made is None:
-                end_tokens = self.end_token_ids or None
-                self._made = from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=end_tokens)
+                ends = self.end_token_ids or None
+                self._made = from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=ends)
             return self._made
 
     def compile(self, grammar: str) -> Any:
@@ -65,8 +64,6 @@ class Matchers:
 
         The schema is a dict or a pydantic class. Raises ConfigError for one that cannot be followed.
         """
-        import torch
-
         if self._tokenizer is None:
             raise ConfigError("schema needs a tokenizer; make the engine with one")
         if not is_installed():
@@ -103,8 +100,6 @@ class Following:
 
     def allowed(self, produced: list[int], vocab_size: int) -> torch.Tensor | None:
         """Whether each token can come after those ``produced``, [vocabulary]; None if each can."""
-        import torch
-
         if produced[: len(self._taken)] != self._taken:  # a job that was restarted, another beam, or a draft's tokens
             self._matcher.reset()
             self._taken = []
@@ -117,14 +112,13 @@ class Following:
         if self._matcher.is_error():
             why = self._matcher.get_error().splitlines()[0]
             raise ConfigError(f"the grammar cannot go on: {why}; simplify the schema, its patterns most of all")
+        if not mask and not self._end_token_ids:
+            return None  # a model that cannot end: what follows the answer is free
+        allowed = torch.zeros(vocab_size, dtype=torch.bool)  # also for rows of the embedding that are no token
         if not mask:
-            if not self._end_token_ids:
-                return None  # a model that cannot end: what follows the answer is free
-            allowed = torch.zeros(vocab_size, dtype=torch.bool)
             allowed[self._end_token_ids] = True
         else:
             bits = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
-            allowed = ((bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten()[:vocab_size].bool()
-            if len(allowed) < vocab_size:  # rows of the embedding that are no token
-                allowed = torch.nn.functional.pad(allowed, (0, vocab_size - len(allowed)))
+            flags = ((bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten()[:vocab_size]
+            allowed[: len(flags)] = flags.bool()
         return allowed

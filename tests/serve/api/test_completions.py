@@ -41,7 +41,8 @@ def test_a_prompt_read_for_its_log_probabilities_is_not_cached(client: openai.Op
     client.completions.create(**asked)
     for more, cached in (({}, True), ({"echo": True}, True), ({"echo": True, "logprobs": 1}, False)):
         usage = client.completions.create(**asked, **more).usage
-        assert usage is not None and usage.prompt_tokens_details is not None
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
         assert bool(usage.prompt_tokens_details.cached_tokens) == cached, more
 
 
@@ -173,6 +174,7 @@ def test_what_was_read_is_counted(start_server: Callable[..., Running], make_eng
         ({"max_tokens": 0, "echo": True}, "max_tokens", "needs echo and logprobs"),
         ({"max_tokens": -1}, "max_tokens", "0 or more"),
         ({"echo": True, "logprobs": 6}, "logprobs", "5 or less"),
+        ({"logprobs": True}, "logprobs", "give a whole number"),
         ({"prompt_logprobs": 6}, "prompt_logprobs", "5 or less"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream"),
         ({"max_tokens": 0, "echo": True, "logprobs": 0, "prompt": [1] * 3000}, "prompt", "at most 2048"),

@@ -14,8 +14,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvboost import KVBoost
 from kvboost.engine import pinning
-from kvboost.serve.generation.holding import Hold
-from kvboost.serve.security.auth import Keys
+from kvboost.hf.sampling import Sampling
+from kvboost.serve.generation.prompts import Hold
+from kvboost.serve.generation.requests import GenerationRequest
+from kvboost.serve.security.auth import Caller, Keys
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer
 from tests.serve.conftest import ADMIN_KEY, KEY, SECRET, Running
@@ -218,17 +220,20 @@ def test_the_states_of_recurrent_layers_are_held(start_server: Callable[..., Run
         assert _read(http, _messages(text)) >= 256
 
 
-def test_a_key_that_was_revoked_holds_nothing(
+def test_a_tenant_that_was_released_holds_nothing(
     start_server: Callable[..., Running], make_engine: Callable[..., KVBoost]
 ) -> None:
     running = start_server(make_engine(), keys=Keys([KEY], admin_key=ADMIN_KEY, secret=SECRET))
     running.app.state.counted_before, text = (0, 0), _new_text()
     ids = running.engine.encode(text)
-    running.engine.for_tenant("gone").warm(ids)
-    running.service.client_pins.start([Hold(len(ids), 60)], ids, [], tenant="gone", adapter=None)
-    assert _outcomes(running) == (0, 0)
-    with running.http() as http:
-        _read(http, _messages(text, ttl="5m"))
+    caller, holds = Caller("gone", admin=False), (Hold(len(ids), 60),)
+    asked = GenerationRequest("chat", [(ids, ())], caller, 1, Sampling(), model=None, holds=holds)
+    view = running.engine.for_tenant("gone")
+    view.warm(ids)
+    running.service.client_pins.start(asked, adapter=None)
     assert _outcomes(running) == (1, 0)
-    (pin,) = running.engine.pins.listed()
-    assert pin.tenant == running.service.keys.tenants[0]
+    view.close()
+    running.service.client_pins.start(asked, adapter=None)
+    assert _outcomes(running) == (1, 0)
+    assert running.engine.pins.listed() == []
+    assert "gone" not in {view.config.tenant for view in running.engine.views()}

@@ -62,7 +62,7 @@ def test_documents_come_back_by_their_relevance(keyed: Running) -> None:
         assert (told["usage"]["prompt_tokens"], told["usage"]["total_tokens"]) == (tokens, tokens)
 
 
-@pytest.mark.parametrize(("top_n", "count"), [(2, 2), (9, 5), (None, 5)])
+@pytest.mark.parametrize(("top_n", "count"), [(2, 2), (0, 5), (9, 5), (None, 5)])
 def test_only_the_first_are_returned(keyed: Running, top_n: int | None, count: int) -> None:
     asked = {"query": _QUERY, "documents": _DOCUMENTS}
     whole = _ask(keyed, "/v1/rerank", **asked, return_documents=False)["results"]
@@ -197,7 +197,7 @@ _RANKED: dict[str, Any] = {"query": "x", "documents": ["y"]}
         ("/rerank", {**_RANKED, "documents": []}, "documents", "1 or more entries"),
         ("/rerank", {**_RANKED, "documents": "y"}, "documents", "give a list"),
         ("/rerank", {**_RANKED, "documents": [{"text": "y"}]}, "documents.0", "give a text"),
-        ("/rerank", {**_RANKED, "top_n": 0}, "top_n", "1 or more"),
+        ("/rerank", {**_RANKED, "top_n": -1}, "top_n", "0 or more"),
         ("/rerank", {**_RANKED, "documents": ["y" * 3000]}, "documents", "at most 2048"),
     ],
 )

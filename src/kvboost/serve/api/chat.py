@@ -15,19 +15,16 @@ from kvboost.scheduler.jobs import NewToken
 from kvboost.serve.api.common import DONE, AppCaller, AppService, streamed, unread, with_ignored
 from kvboost.serve.errors import bad_request
 from kvboost.serve.generation.answers import AnswerReader
-from kvboost.serve.generation.holding import Hold
 from kvboost.serve.generation.parts import CallOpened, Content, Part, Reasoning
-from kvboost.serve.generation.prompts import ChatPrompt, effort_variables
+from kvboost.serve.generation.prompts import ChatPrompt, Hold, effort_variables
 from kvboost.serve.generation.requests import GenerationRequest, Offer, make_offer, sampling_of
 from kvboost.serve.generation.service import Service
 from kvboost.serve.generation.token_stream import Ended, Piece
 from kvboost.serve.generation.turns import Turn, as_function, check_arguments, to_turn
-from kvboost.serve.schemas.base import Message, NamedChoice, Retention
+from kvboost.serve.schemas.base import Message, NamedChoice
 from kvboost.serve.schemas.chat import ChatRequest
 from kvboost.serve.security.auth import Caller
 from kvboost.serve.security.limits import check_json
-
-_DAY_S = 24 * 60 * 60
 
 
 class _Chat:
@@ -265,9 +262,9 @@ def encode_turns(
     return replace(prompt, token_ids=service.encode(prompt.token_ids, param=param))
 
 
-def asked_holds(prompt: ChatPrompt, retention: Retention | None) -> tuple[Hold, ...]:
+def asked_holds(prompt: ChatPrompt, retention: str | None) -> tuple[Hold, ...]:
     """What a client of OpenAI's wants to find again: what it marked, and for a day the whole prompt."""
-    whole = Hold(len(prompt.token_ids), _DAY_S, prompt.cache_key or None)
+    whole = Hold(len(prompt.token_ids), 24 * 60 * 60, prompt.cache_key or None)
     return (*prompt.holds, whole) if retention == "24h" else prompt.holds
 
 

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvboost.serve.errors import bad_request
-from kvboost.serve.generation.holding import Hold
 from kvboost.serve.generation.turns import TenantMemory, Turn
 from kvboost.serve.security.limits import PromptLengths
 
@@ -31,6 +30,16 @@ _MAX_LOST = 32  # messages that are not in the text; then the rest is not search
 _MIN_SPLICE = 4  # tokens of a reply's end; fewer are not worth a search
 _Key = tuple[str, bytes]
 _KEY_BYTES = 450  # a key, its entry and an empty array: most of what a short reply takes
+
+
+@dataclass(frozen=True)
+class Hold:
+    """A beginning of a prompt that a client wants to find again."""
+
+    tokens: int
+    seconds: float
+    name: str | None = None
+    """The next one of this name replaces it. Without a name only one of the same tokens does."""
 
 
 @dataclass(frozen=True)

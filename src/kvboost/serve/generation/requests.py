@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 from kvboost.hf.sampling import Sampling
 from kvboost.serve.errors import ApiError, bad_request
-from kvboost.serve.generation.holding import Hold
-from kvboost.serve.generation.prompts import ChatPrompts
+from kvboost.serve.generation.prompts import ChatPrompts, Hold
 from kvboost.serve.generation.token_stream import Ended, Piece, TokenStream
 from kvboost.serve.schemas.base import SamplingBody
 from kvboost.serve.schemas.chat import Choices

@@ -18,7 +18,6 @@ from typing import Any
 from kvboost.engine import KVBoost
 from kvboost.errors import BusyError, CapacityError, ClosedError, ConfigError
 from kvboost.failures import log_failure
-from kvboost.hf.generate import end_token_ids
 from kvboost.scheduler.jobs import Job, Ticket
 from kvboost.scheduler.runner import BatchRunner
 from kvboost.serve.errors import ApiError, bad_request
@@ -70,13 +69,10 @@ class Service:
         replies = ReplyMemory(limits.max_remembered_bytes // 16)
         self.chats = ChatPrompts(engine.tokenizer, min_gap=min_gap, lengths=self.lengths, replies=replies)
         self.answers = AnswerReaders(engine.tokenizer)
-        own_end = engine.tokenizer.eos_token_id  # of chat models often the end of a turn, which the model does not name
-        self.end_token_ids = frozenset(
-            end_token_ids(engine.model, {}) | ({int(own_end)} if own_end is not None else set())
-        )
+        self.end_token_ids = frozenset(engine.parts.matchers.end_token_ids)
         self.vocab_size = int(engine.model.get_input_embeddings().weight.shape[0])
         self.token_bytes = token_bytes(engine.tokenizer)
-        self.grammars = Grammars(engine.tokenizer, vocab_size=self.vocab_size, end_token_ids=self.end_token_ids)
+        self.grammars = Grammars(engine.parts.matchers)
         self.responses = ResponseMemory(limits.max_remembered_bytes)
         self.streams = Shares(limits.max_streams, refusal=f"{limits.max_streams} requests are being answered")
         self.rates = Rates(limits)
@@ -91,7 +87,7 @@ class Service:
         self.spaces = Spaces(engine)
         self.metrics = Metrics(engine, runner)
         self.pins = engine.pins
-        self.client_pins = ClientPins(engine, keys=keys, metrics=self.metrics)
+        self.client_pins = ClientPins(engine, metrics=self.metrics)
         self.draining = False
         self.started = int(time.time())
 
@@ -276,11 +272,9 @@ class Service:
 
     def _hold(self, answer: Answer) -> None:
         """Hold what the client asked for, if its prompt was stored: with the first token it is."""
-        request = answer.request
-        if request.holds and answer.new_tokens:
-            ((ids, boundaries),) = request.prompts
-            adapter = request.model if request.model in self.adapters else None
-            self.client_pins.start(request.holds, ids, boundaries, tenant=request.caller.tenant, adapter=adapter)
+        if answer.new_tokens:
+            model = answer.request.model
+            self.client_pins.start(answer.request, adapter=model if model in self.adapters else None)
 
     def _ends(self, generation: GenerationRequest) -> frozenset[int]:
         """The tokens that end an answer and are no part of its text."""

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic, thread_time
 from typing import TYPE_CHECKING, Any
 
@@ -162,10 +162,8 @@ Charge = Callable[[float], None]
 class Grammars:
     """Compiles formats for one tokenizer. Thread-safe."""
 
-    def __init__(self, tokenizer: Any, *, vocab_size: int, end_token_ids: frozenset[int]) -> None:
-        self._matchers = Matchers(tokenizer, vocab_size=vocab_size, end_token_ids=end_token_ids)
-        self._end_token_ids = end_token_ids
-        self._check = GrammarCheck()
+    def __init__(self, matchers: Matchers) -> None:
+        self._matchers, self._check = matchers, GrammarCheck()
 
     def close(self) -> None:
         """End what runs beside."""
@@ -204,7 +202,7 @@ class Grammars:
         first = self._of_schema(schema, charge, within=COMPILE_S)
         if isinstance(first, str):
             raise bad_request(f"this schema cannot be used: {first}", param=param, code="invalid_schema")
-        return lambda: _GrammarConstraint(first.deep_copy(), self._end_token_ids, charge)
+        return lambda: _GrammarConstraint(first.deep_copy(), self._matchers.end_token_ids, charge)
 
     def compile_call(
         self, functions: Mapping[str, Mapping[str, Any] | None], *, charge: Charge
@@ -239,7 +237,7 @@ class Grammars:
                 if isinstance(alone, str) and alone != TOO_LONG:
                     raise _no_schema(name, alone)
             raise bad_request(f"these tools cannot be used: {first}", param="tools", code="invalid_schema")
-        return lambda: _GrammarConstraint(first.deep_copy(), self._end_token_ids, charge)
+        return lambda: _GrammarConstraint(first.deep_copy(), self._matchers.end_token_ids, charge)
 
     def _of_schema(self, schema: dict[str, Any], charge: Charge, *, within: float) -> Any:
         """The matcher of a schema, or the reason why there is none."""
@@ -276,8 +274,8 @@ def _call_opens(name: str) -> str:
 class _GrammarConstraint:
     """Constrains one answer to a grammar."""
 
-    def __init__(self, matcher: Any, end_token_ids: frozenset[int], charge: Charge) -> None:
-        self._following, self._charge = Following(matcher, sorted(end_token_ids)), charge
+    def __init__(self, matcher: Any, end_token_ids: Sequence[int], charge: Charge) -> None:
+        self._following, self._charge = Following(matcher, end_token_ids), charge
         self._spent = 0.0
 
     def __call__(self, produced: list[int], logits: torch.Tensor) -> None:

@@ -155,13 +155,9 @@ class TextPart(Body):
     cache_control: CacheControl | None = None
 
 
-def _text_or_list(content: Any) -> str:
-    return "str" if isinstance(content, str) else "list[part]"
-
-
 TextOr = Annotated[
     Annotated[Text, Tag("str")] | Annotated[Listed[_T], Tag("list[part]")],
-    Discriminator(_text_or_list),
+    Discriminator(lambda content: "str" if isinstance(content, str) else "list[part]"),
 ]
 """A text, or a list of parts. The tags are what refusals leave out of a field's name: no client has written them."""
 
@@ -206,15 +202,11 @@ def _is_part(value: Any) -> Any:
     return value
 
 
-def _kind_of_content(value: Any) -> str | None:
-    return "Text" if isinstance(value, str) else "Parts" if isinstance(value, list) else None
-
-
 Part = Annotated[TextPart, BeforeValidator(_is_part), text_only(_OTHER_PARTS)]
 MessageContent = Annotated[
     Annotated[Text, Tag("Text")] | Annotated[list[Part], Field(fail_fast=True), Tag("Parts")],
     Discriminator(
-        _kind_of_content,
+        lambda value: "Text" if isinstance(value, str) else "Parts" if isinstance(value, list) else None,
         custom_error_type="no_content",
         custom_error_message="expected a text or a list of parts; " + _EXPECTED,
     ),
@@ -333,7 +325,3 @@ class SamplingBody(Body):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1), AfterValidator(lambda share: max(share, _MIN_SHARE))] | None = None
     prompt_cache_key: Annotated[Text, Field(max_length=256)] | None = None
-
-
-Retention = Literal["in_memory", "in-memory", "24h"]
-"""How long a prompt is to be found again. In memory is where it is anyhow; OpenAI's clients write it both ways."""

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from kvboost.serve.errors import bad_request
 from kvboost.serve.schemas.base import (
     NO_EFFECT,
     Body,
@@ -18,7 +17,6 @@ from kvboost.serve.schemas.base import (
     Messages,
     NamedChoice,
     ResponseFormat,
-    Retention,
     SamplingBody,
     Text,
     TokenIds,
@@ -84,7 +82,8 @@ class ChatRequest(Choices):
     messages: Messages
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    prompt_cache_retention: Retention | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    """In memory is where a prompt is found again anyhow; clients write it both ways."""
     prompt_logprobs: Annotated[None, unsupported("give the ids that /tokenize makes of it to /v1/completions")] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -105,13 +104,6 @@ class ChatRequest(Choices):
     moderation: Annotated[None, unsupported("it does not moderate; leave it out")] = None
 
 
-def _is_number(value: Any) -> Any:
-    if isinstance(value, bool):
-        message = "logprobs is a number here: of how many of the likeliest tokens, 0 to 5; true is what chats take"
-        raise bad_request(message, param="logprobs")
-    return value
-
-
 class CompletionRequest(Choices):
     """POST /v1/completions."""
 
@@ -121,7 +113,7 @@ class CompletionRequest(Choices):
     ]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     """0 for the log-probabilities of a prompt alone."""
-    logprobs: Annotated[int, Field(ge=0, le=5), BeforeValidator(_is_number)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=5, strict=True)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     """As in vLLM: of each token of the prompt, and of so many of the likeliest ones in its place."""
     echo: bool | None = None
@@ -187,8 +179,8 @@ class RerankRequest(RankBody):
 
     query: Text
     documents: Annotated[list[Text], Field(min_length=1, fail_fast=True), at_most(lambda limits: _MAX_RANKED)]
-    top_n: Annotated[int, Field(ge=1)] | None = None
-    """How many are returned; all of them if left out."""
+    top_n: Annotated[int, Field(ge=0)] | None = None
+    """How many are returned; all of them for 0, as in vLLM."""
     return_documents: bool | None = None
     """Whether results have their texts; yes if left out, as in vLLM and Jina."""
 

@@ -15,7 +15,6 @@ from kvboost.serve.schemas.base import (
     Listed,
     Name,
     NamedSchema,
-    Retention,
     SamplingBody,
     Schema,
     Text,
@@ -179,6 +178,6 @@ class ResponsesRequest(SamplingBody):
     """These three come back in the response."""
     safety_identifier: Inert = None
     service_tier: Inert = None
-    prompt_cache_retention: Retention | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     include: Annotated[list[Literal["reasoning.encrypted_content"]] | None, NO_EFFECT] = None
     stream_options: ResponsesStreamOptions | None = None
