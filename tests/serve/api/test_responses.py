@@ -277,7 +277,6 @@ def test_fields_without_effect_are_taken_and_named(client: openai.OpenAI) -> Non
         "include": ["reasoning.encrypted_content"],
         "service_tier": "auto",
         "safety_identifier": "x",
-        "prompt_cache_retention": "24h",
         "max_tool_calls": 3,
         "text": {"verbosity": "low"},
     }
