@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.common.fleet_load import Request
-from benchmarks.common.key_summary import KeySummary
+from benchmarks.common.key_summary import KeySummary, keys_of
 from kvboost.extend import EvictionPolicy
 from kvboost.fleet.index import FleetIndex, KeyUpdate, ShortKeys
 from kvboost.fleet.route import RouteCosts
@@ -221,13 +221,9 @@ class Simulation:
             self._arrive(request)
         self._until(float("inf"))
         out = self.outcome
-        out.index_bytes, out.index_keys = self.index._table.nbytes, self._held_keys()
+        out.index_bytes, out.index_keys = self.index._table.nbytes, keys_of(self.index)
         out.loads = [replica.sent_tokens for replica in self.replicas.values()]
         return out
-
-    def _held_keys(self) -> int:
-        """How many keys of the index some replica holds."""
-        return int(np.count_nonzero(self.index._table[:, 1:].any(axis=1)))
 
     def _later(self, when: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._coming, (when, next(self._turns), what))
