@@ -104,8 +104,8 @@ def _time_routing(report: Report, index: FleetIndex, prompts: list[list[Chunk]],
     report.failed |= Spread.of(steps[_STEPS[-1]]).median > _BAR_MS
     updates, again = (Spread.of(report.raw[f"whole updates{which}"]).text(1) for which in ("", " again"))
     table.notes.append(
-        f"The index: {keys_of(index):,} keys in {index._table.nbytes / 1e6:,.0f} MB. One replica's whole update: {updates} "
-        f"ms; the longest ones make the table again. The same keys again: {again} ms."
+        f"The index: {keys_of(index):,} keys in {index._table.nbytes / 1e6:,.0f} MB. One replica's whole update: "
+        f"{updates} ms; the longest ones make the table again. The same keys again: {again} ms."
     )
     table.notes.append(
         f"The bar: the choice in less than {_BAR_MS:.0f} ms, median. The prompt is tokenised (not timed here), cut and "
