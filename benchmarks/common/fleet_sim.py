@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.common.fleet_load import Request
-from benchmarks.common.key_summary import KeySummary
+from benchmarks.common.key_summary import KeySummary, keys_of
 from kvboost.extend import EvictionPolicy
 from kvboost.fleet.index import FleetIndex, KeyUpdate, ShortKeys
 from kvboost.fleet.route import RouteCosts
@@ -221,7 +221,7 @@ class Simulation:
             self._arrive(request)
         self._until(float("inf"))
         out = self.outcome
-        out.index_bytes, out.index_keys = self.index.nbytes, len(self.index)
+        out.index_bytes, out.index_keys = self.index._table.nbytes, keys_of(self.index)
         out.loads = [replica.sent_tokens for replica in self.replicas.values()]
         return out
 

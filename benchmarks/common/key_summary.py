@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvboost.fleet.index import KeyUpdate, ShortKeys, short_keys
+from kvboost.fleet.index import FleetIndex, KeyUpdate, ShortKeys, short_keys
 
 
 class KeySummary:
@@ -82,3 +82,8 @@ class KeySummary:
 
 def _array(keys: set[int]) -> ShortKeys:
     return np.fromiter(keys, dtype=np.uint64, count=len(keys))
+
+
+def keys_of(index: FleetIndex) -> int:
+    """How many keys of an index some replica holds."""
+    return int(np.count_nonzero(index._table[:, 1:].any(axis=1)))

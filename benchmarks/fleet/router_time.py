@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from benchmarks.common.key_summary import KeySummary
+from benchmarks.common.key_summary import KeySummary, keys_of
 from benchmarks.common.measure import positive
 from benchmarks.common.report import BenchError, Report
 from benchmarks.internals import FixedChunker, chunk_keys, token_array
@@ -104,8 +104,8 @@ def _time_routing(report: Report, index: FleetIndex, prompts: list[list[Chunk]],
     report.failed |= Spread.of(steps[_STEPS[-1]]).median > _BAR_MS
     updates, again = (Spread.of(report.raw[f"whole updates{which}"]).text(1) for which in ("", " again"))
     table.notes.append(
-        f"The index: {len(index):,} keys in {index.nbytes / 1e6:,.0f} MB. One replica's whole update: {updates} ms; "
-        f"the longest ones make the table again. The same keys again: {again} ms."
+        f"The index: {keys_of(index):,} keys in {index._table.nbytes / 1e6:,.0f} MB. One replica's whole update: "
+        f"{updates} ms; the longest ones make the table again. The same keys again: {again} ms."
     )
     table.notes.append(
         f"The bar: the choice in less than {_BAR_MS:.0f} ms, median. The prompt is tokenised (not timed here), cut and "
@@ -143,7 +143,7 @@ def _compare(
         blooms[number, _bloom_places(own, bits).ravel()] = True
     integers = 32 + 32  # a Python integer for the key, and a mask
     ways: dict[str, tuple[float, Callable[[ShortKeys], Any]]] = {
-        "one table (FleetIndex)": (index.nbytes, lambda keys: index.holders(keys)[:, 0]),
+        "one table (FleetIndex)": (index._table.nbytes, lambda keys: index.holders(keys)[:, 0]),
         "dict from key to mask": (
             sys.getsizeof(masks) + integers * len(masks),
             lambda keys: np.array([masks.get(key, 0) for key in keys.tolist()], dtype=np.uint64),

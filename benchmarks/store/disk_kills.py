@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.disk import directory_bytes
 from benchmarks.common.measure import positive
 from benchmarks.common.parts import add_part_arguments, run_parts, total
 from benchmarks.common.report import Report
@@ -176,6 +177,6 @@ def look(tier: DiskTier, directory: Path, capacity: int, said: set[int]) -> dict
         "files read back": len(numbers),
         "wrong or damaged": wrong,
         "lost": len(said - set(numbers)) if capacity == _LARGE else 0,
-        "books wrong": int(not sizes <= tier.directory_bytes() <= capacity),
+        "books wrong": int(not sizes <= directory_bytes(tier) <= capacity),
         "leftovers": leftovers + tier.stats().rejected,
     }

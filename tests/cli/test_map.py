@@ -85,6 +85,26 @@ def test_the_same_command_goes_on_where_it_stopped(
     assert "all 3 lines are answered" in capsys.readouterr().err
 
 
+def test_an_interrupted_run_says_how_to_go_on(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = written(tmp_path / "in.jsonl", *({"prompt": f"{SHARED}{n}", "max_tokens": 2} for n in range(3)))
+    out, post, asked = tmp_path / "out.jsonl", batch._post, []
+
+    async def interrupted(*request: Any) -> Any:
+        asked.append(request)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return await post(*request)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(batch, "_post", interrupted)
+        assert run(folder, prompts, out) == 130
+    assert f"interrupted; the same command goes on after the lines that {out} answers" in capsys.readouterr().err
+    assert run(folder, prompts, out) == 0
+    assert set(answers_of(out)) == {"1", "2", "3"}
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -117,6 +137,9 @@ def test_other_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "cannot be read" in capsys.readouterr().err
     assert run(tmp_path, prompts, written(tmp_path / "other.jsonl", {"a": 1})) == 2
     assert "is no file of answers to go on with" in capsys.readouterr().err
+    assert run(tmp_path, prompts, tmp_path / "here" / ".." / "in.jsonl") == 2
+    assert "name another file" in capsys.readouterr().err
+    assert json.loads(prompts.read_text()) == {"prompt": "x"}
     assert run(tmp_path, prompts, tmp_path / "absent" / "out.jsonl") == 2
     assert "there is no directory" in capsys.readouterr().err
     assert run(tmp_path, prompts, tmp_path / "out.jsonl", "--together", "0") == 2

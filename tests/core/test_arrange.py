@@ -76,7 +76,7 @@ def test_a_small_memory_forgets_whole_ends_of_paths_and_promises_no_more_than_wa
         assert sorted(order.indexes) == list(range(len(documents)))
         arranged = [documents[index] for index in order.indexes]
         assert order.served_tokens <= served_tokens(history, head, arranged)
-        assert len(paths) <= most
+        assert len(paths._recent) <= most
         history.append((head, arranged))
 
 
@@ -129,7 +129,7 @@ def test_clear_forgets_everything() -> None:
     paths = ServedPaths()
     ask(paths, [b"b", b"a"])
     paths.clear()
-    assert len(paths) == 0
+    assert len(paths._recent) == 0
     assert ask(paths, [b"a", b"b"]) == Order((0, 1), 0, 0)
 
 
@@ -154,4 +154,4 @@ def test_threads_may_share_it() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(serve, range(1, 5)))
-    assert len(paths) <= 40
+    assert len(paths._recent) <= 40

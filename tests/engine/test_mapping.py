@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from jsonschema import validate
+from pydantic import BaseModel
 from transformers import LogitsProcessorList
 
 from kvboost import ConfigError, KVBoost
@@ -107,6 +110,60 @@ def test_a_prompt_that_cannot_be_used_is_named_and_what_came_before_its_window_i
         assert len([next(results), next(results)]) == 2
         with pytest.raises(ConfigError, match="^prompt 3: "):
             next(results)
+
+
+_ANSWER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome", "Zürich"]}, "sure": {"type": "boolean"}},
+    "required": ["city", "sure"],
+    "additionalProperties": False,
+}
+
+
+class _Yes(BaseModel):
+    yes: bool
+
+
+def test_answers_follow_their_schemas_and_others_are_as_without(tiny: Tiny) -> None:
+    free = {"max_new_tokens": 64, "do_sample": True}
+    with KVBoost(tiny("llama", vocab_size=260), byte_tokenizer(), chunk_size=8) as engine:
+        plain = [result.token_ids for result in engine.map(_PROMPTS, progress=False, **_WANTED)]
+        torch.manual_seed(3)
+        for result in engine.map(_PROMPTS, progress=False, schema=_ANSWER, window=4, **free):
+            validate(json.loads(result.output_text), _ANSWER)
+            assert result.finish_reason == "stop"
+        mixed: list[Any] = [
+            (prompt, {"schema": _Yes, "max_new_tokens": 64}) if n % 2 else (prompt, {"schema": None})
+            for n, prompt in enumerate(_PROMPTS)
+        ]
+        found = list(engine.map(mixed, progress=False, schema=_ANSWER, **_WANTED))
+    for n, result in enumerate(found):
+        if n % 2:
+            _Yes.model_validate_json(result.output_text)
+        else:
+            assert result.token_ids == plain[n]
+
+
+def test_schemas_that_cannot_be_followed_are_refused(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    with KVBoost(tiny("llama", vocab_size=260), byte_tokenizer()) as engine:
+        for schema, said in (
+            ({"type": "nothing"}, "this schema cannot be followed"),
+            ("object", "give a JSON schema as a dict"),
+        ):
+            with pytest.raises(ConfigError, match=f"^prompt 0: .*{said}"):
+                list(engine.map(["a"], schema=schema))
+        with pytest.raises(ConfigError, match="give one"):
+            list(engine.map(["a"], schema=_ANSWER, prefix_allowed_tokens_fn=lambda _, ids: [5]))
+        monkeypatch.setattr("kvboost.engine.structured.is_installed", lambda: False)
+        with pytest.raises(ConfigError, match=r"extra structured"):
+            list(engine.map(["a"], schema=_ANSWER))
+
+
+@pytest.mark.parametrize("item", [("hi", "there"), [{"role": "user"}], [{"content": "x"}], 5], ids=str)
+def test_what_is_no_prompt_is_named(item: Any, tiny: Tiny) -> None:
+    engine = KVBoost(tiny("llama", vocab_size=260), byte_tokenizer())
+    with engine, pytest.raises(ConfigError, match="^prompt 1: "):
+        list(engine.map(["a", item], progress=False, **_WANTED))
 
 
 def test_wrong_calls_are_refused_at_once(tiny: Tiny) -> None:

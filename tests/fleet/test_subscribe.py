@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -71,7 +72,7 @@ def heard() -> Heard:
 
 @pytest.fixture
 def publisher() -> Iterator[EventPublisher]:
-    with EventPublisher(ANY, replay_endpoint=ANY) as made:
+    with closing(EventPublisher(ANY, replay_endpoint=ANY)) as made:
         yield made
 
 
@@ -300,7 +301,7 @@ def test_a_callback_that_fails_is_logged_and_the_thread_goes_on(
 @pytest.mark.parametrize("sent_before", [0, 2, 3, 9])
 def test_a_publisher_that_was_started_anew_is_noticed(heard: Heard, sent_before: int) -> None:
     """However many it has sent before the subscriber is back: also if the next number is the one it waits for."""
-    with EventPublisher(ANY, replay_endpoint=ANY) as first:
+    with closing(EventPublisher(ANY, replay_endpoint=ANY)) as first:
         places = {"endpoint": first.endpoint, "replay_endpoint": first.replay_endpoint}
         subscriber = subscribed(first, heard)
         for number in range(3):
@@ -360,7 +361,7 @@ def test_without_a_replay_an_interruption_is_a_loss(wire: Wire, heard: Heard) ->
 
 
 def test_a_late_subscriber_is_told_that_it_missed_the_beginning(heard: Heard) -> None:
-    with EventPublisher(ANY, replay_endpoint=ANY, replay_batches=3) as publisher:
+    with closing(EventPublisher(ANY, replay_endpoint=ANY, replay_batches=3)) as publisher:
         for number in range(6):
             publisher.publish([removed(number)])
             time.sleep(0.03)  # a batch each
@@ -372,7 +373,7 @@ def test_a_late_subscriber_is_told_that_it_missed_the_beginning(heard: Heard) ->
 
 def test_what_is_remembered_is_bounded_by_bytes(heard: Heard) -> None:
     large = BlockStored([b"k"], None, [2**31] * 10_000, 10_000, None, None, None)
-    with EventPublisher(ANY, replay_endpoint=ANY, replay_bytes=130_000) as publisher:
+    with closing(EventPublisher(ANY, replay_endpoint=ANY, replay_bytes=130_000)) as publisher:
         for _ in range(5):
             publisher.publish([large])
             time.sleep(0.03)
@@ -385,7 +386,7 @@ def test_publishing_never_waits_for_a_slow_subscriber(heard: Heard, caplog: pyte
     """Its callback stands still, and 64 MB are published: no call takes long, and in the end it has all or knows."""
     large = BlockStored([b"k"], None, [2**31] * 200, 200, None, None, None)
     heard.may_go_on.clear()
-    with EventPublisher(ANY, replay_endpoint=ANY, max_waiting=2000) as publisher, subscribed(publisher, heard):
+    with closing(EventPublisher(ANY, replay_endpoint=ANY, max_waiting=2000)) as publisher, subscribed(publisher, heard):
         longest = 0.0
         cpu = time.thread_time()
         for _ in range(64_000):
@@ -397,18 +398,18 @@ def test_publishing_never_waits_for_a_slow_subscriber(heard: Heard, caplog: pyte
         publisher.publish([removed(1)])
         heard.may_go_on.set()
         until(lambda: heard.numbers == [1])
-        assert (publisher.dropped > 0) == ("KV events were dropped" in caplog.text)
+        assert (publisher._dropped > 0) == ("KV events were dropped" in caplog.text)
         assert len(heard.events) == 64_001 or heard.losses
 
 
 def test_dropped_events_leave_a_gap(heard: Heard, caplog: pytest.LogCaptureFixture) -> None:
-    with EventPublisher(ANY, replay_endpoint=ANY, max_waiting=10) as publisher, subscribed(publisher, heard):
+    with closing(EventPublisher(ANY, replay_endpoint=ANY, max_waiting=10)) as publisher, subscribed(publisher, heard):
         publisher.publish([removed(-1)])
         until(lambda: heard.numbers == [-1])
         publisher.publish([removed(number) for number in range(25)])
         until(lambda: heard.numbers == list(range(15, 25)))
         assert len(heard.losses) == 1
-        assert publisher.dropped == 15
+        assert publisher._dropped == 15
     (warning,) = (record for record in caplog.records if record.levelno == logging.WARNING)
     assert warning.getMessage().startswith("15 KV events were dropped")
 
@@ -470,7 +471,7 @@ def test_replays_that_make_no_sense_are_ignored(publisher: EventPublisher, heard
 
 def test_a_topic_reaches_only_its_subscribers(heard: Heard) -> None:
     with (
-        EventPublisher(ANY, replay_endpoint=ANY, topic="kv@one@model") as publisher,
+        closing(EventPublisher(ANY, replay_endpoint=ANY, topic="kv@one@model")) as publisher,
         subscribed(publisher, heard, topic="kv@"),
         subscribed(publisher, other := Heard(), topic="else", replay_endpoint=None),
     ):

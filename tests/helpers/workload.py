@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.disk import directory_bytes
 from kvboost.store import DiskTier, MemoryStore, RecordFormat, RedisTier, TieredStore
 from kvboost.store.tiers.disk.directory import charge
 from kvboost.types import Chunk, KVBlock, PutOutcome
@@ -222,5 +223,5 @@ def _settle(store: TieredStore, directory: Path, seen: Seen) -> None:
             seen.wrong.append(f"{stats.waiting_bytes:,} bytes still wait after a flush")
     disk: Any = store._own.tiers[0]
     files = sum(charge(path.stat().st_size) for path in directory.rglob("*.kv"))
-    if disk.directory_bytes() != files:
-        seen.wrong.append(f"the directory's ledger says {disk.directory_bytes():,} of {files:,} bytes")
+    if directory_bytes(disk) != files:
+        seen.wrong.append(f"the directory's ledger says {directory_bytes(disk):,} of {files:,} bytes")

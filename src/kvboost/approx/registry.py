@@ -69,10 +69,6 @@ class DocumentRegistry:
         self._by_hash: dict[int, list[_Cut]] = {}  # by the hash of the first tokens behind each cut
         self._tokens = 0
 
-    def __len__(self) -> int:
-        with self._lock:
-            return len(self._documents)
-
     def add(self, name: Hashable, tokens: Sequence[int], cuts: Iterable[int]) -> None:
         """Look for these tokens from now on. ``cuts`` are the ends of its chunks. Replaces a document of that name."""
         ids = token_array(tokens)

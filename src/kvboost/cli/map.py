@@ -40,6 +40,8 @@ def map_file(
         raise ConfigError(f"{error.name} is missing; {with_extra('serve')}") from error
     if together < 1:
         raise ConfigError(f"--together {together} generates nothing; give 1 or more")
+    if prompts.resolve() == answers.resolve():
+        raise ConfigError(f"the answers would go into {prompts} itself, behind the prompts; name another file for them")
     name, (done, whole) = model_name(model), answered(answers)
     count = sum(line.id not in done for line in read_lines(prompts, model_name=name))
     if not count:

@@ -51,11 +51,6 @@ class ServedPaths:
         self._tokens: OrderedDict[bytes, int] = OrderedDict()
         """The length of each document; least recent first."""
 
-    def __len__(self) -> int:
-        """How many nodes there are."""
-        with self._lock:
-            return len(self._recent)
-
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Self
 
 from kvboost.core.backend import KVCache
@@ -218,7 +218,7 @@ class PrefillState:
             raise AssertionError(f"[{start}, {end}) is no step of this plan")
         if self._cache.get_seq_length() != end:
             raise AssertionError(f"the cache holds {self._cache.get_seq_length()} positions instead of {end}")
-        if self._num_exact == start and self.rule.keeps_bits(start, end) and not self._approx_at(start):
+        if self._num_exact == start and self.rule.keeps_bits(start, end) and start < self._plan.approx_start:
             self._num_exact = end
         self._num_computed = end
         self.forwards += 1
@@ -339,9 +339,7 @@ class PrefillState:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def report(self) -> ReuseReport:
@@ -379,9 +377,6 @@ class PrefillState:
         """The plan without repositioned chunks."""
         tokens = len(self.tokens)
         return plan_reuse((), prompt_tokens=tokens, exact_tokens=self.rule.resume(min(self.hits.tokens, tokens - 1)))
-
-    def _approx_at(self, position: int) -> bool:
-        return position >= self._plan.approx_start
 
 
 def tokens_by_tier(blocks: Iterable[KVBlock], loads: LoadReport, *, limit: int | None = None) -> Counter[str]:

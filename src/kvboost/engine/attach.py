@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, update_wrapper
 from inspect import signature
-from types import MethodType, TracebackType
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -84,9 +84,7 @@ class Attached:
     def __enter__(self) -> Attached:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.detach()
 
 

@@ -281,6 +281,7 @@ class KVBoost(TenantView):
         adapter: AdapterName = AS_SET,
         window: int = 256,
         progress: bool = True,
+        schema: Any = None,
         **generate_kwargs: Any,
     ) -> Iterator[GenerationResult]:
         """Generate after any number of prompts, as :meth:`generate_batch` does. Results come in their order.
@@ -288,6 +289,10 @@ class KVBoost(TenantView):
         A prompt may be a chat, and a pair ``(prompt, {"max_new_tokens": 5})`` has arguments of its own. Of each
         ``window`` of prompts those that begin alike run together, and what they share is computed once; a window's
         results come when all of it is done. No more than a window is held, so ``prompts`` may be a generator.
+
+        With a ``schema``, a JSON schema or a pydantic class, an answer is JSON that follows it, unless it is cut off at
+        ``max_new_tokens``: then its ``finish_reason`` is ``"length"``. A prompt may have a schema of its own, or None
+        for free text. Needs ``kvboost[structured]``.
         """
         if isinstance(prompts, str):
             raise ConfigError("map() takes many prompts; give [text], or generate() for a single one")
@@ -299,7 +304,8 @@ class KVBoost(TenantView):
             with self._running(adapter):
                 return self.parts.batches.run(self.session, requests, mode, done=done)
 
-        requests = requests_of(self.parts, prompts, options=generate_kwargs, adapter=adapter)
+        options = {**generate_kwargs, "schema": schema}
+        requests = requests_of(self.parts, prompts, options=options, adapter=adapter)
         total = len(prompts) if isinstance(prompts, Sized) else None
         return map_requests(requests, run, window=window, total=total, progress=progress)
 

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transfo
 
 from kvboost.engine.parts import EngineParts
 from kvboost.engine.single import Request
-from kvboost.errors import KVBoostError
+from kvboost.errors import ConfigError, KVBoostError
 from kvboost.hf.adapters import AdapterName
 from kvboost.hf.prompt import Messages, Prompt
 from kvboost.types import GenerationResult
@@ -38,16 +38,30 @@ def requests_of(
         try:
             ends: list[int] = []
             if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], Mapping):
+                _check_messages(prompt)
                 min_gap = parts.chunker.min_tokens
                 tokens, ends = parts.encoder.encode_chat(prompt, min_gap=min_gap, template_kwargs={})
             else:
                 tokens = parts.encoder.encode(prompt)
             given = {**options, **own}
+            schema = given.pop("schema", None)
             if (allowed := given.get("prefix_allowed_tokens_fn")) is not None:
                 given["prefix_allowed_tokens_fn"] = partial(_of_prompt, allowed, number)
+            if schema is not None:
+                if allowed is not None:
+                    raise ConfigError("schema and prefix_allowed_tokens_fn both say what may come next; give one")
+                given["prefix_allowed_tokens_fn"] = parts.matchers.allowed_after(len(tokens), schema)
+                given.setdefault("eos_token_id", parts.matchers.end_token_ids or None)
             yield parts.generator.request(tokens, given, boundaries=ends, adapter=adapter)
         except KVBoostError as error:
             raise type(error)(f"prompt {number}: {error}") from error
+
+
+def _check_messages(messages: Messages) -> None:
+    """Refuse what a template fails on in its own words, or writes as nothing."""
+    for number, message in enumerate(messages):
+        if "role" not in message or (message.get("content") is None and not message.get("tool_calls")):
+            raise ConfigError(f'message {number} lacks a role or content; give {{"role": "user", "content": "Hi"}}')
 
 
 def map_requests(

@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,11 +27,13 @@ from kvboost.core.state import ChunkedPrompt
 from kvboost.engine.assembly import Assembly, assemble
 from kvboost.engine.batches import Batches
 from kvboost.engine.single import Generator
+from kvboost.engine.structured import Matchers
 from kvboost.errors import ConfigError, UnsupportedModelError
 from kvboost.extend import ChunkStore
 from kvboost.hf.adapters import AS_SET, AdapterName, Adapters
 from kvboost.hf.environment import pinned_sdpa
 from kvboost.hf.fingerprint import decoding_changes_prefill
+from kvboost.hf.generate import end_token_ids
 from kvboost.hf.prompt import PromptEncoder
 from kvboost.hf.runner import ModelRunner
 from kvboost.hf.scoring import Scorer
@@ -89,6 +90,14 @@ class EngineParts(ModelParts):
             refusal=self.refusal,
         )
         self.batches = Batches(self.generator, encoder=self.encoder, tokenizer=tokenizer, parts=self)
+
+    @cached_property
+    def matchers(self) -> Matchers:
+        """What holds answers to schemas."""
+        own = getattr(self.tokenizer, "eos_token_id", None)  # of chat models often the end of a turn
+        ends = end_token_ids(self.model, {}) | ({int(own)} if own is not None else set())
+        rows = int(self.model.get_input_embeddings().weight.shape[0])
+        return Matchers(self.tokenizer, vocab_size=rows, end_token_ids=ends)
 
     def _assemble(self, store: ChunkStore | None) -> tuple[Assembly | None, str | None]:
         try:
@@ -216,9 +225,7 @@ class Activity:
         with self._lock:
             self._running += 1
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         with self._lock:
             self._running -= 1
             self._ended = time.monotonic()

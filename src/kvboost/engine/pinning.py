@@ -1,7 +1,8 @@
 """Holds the chunks of chosen prompts against eviction, until they are released or their time is over.
 
 Used by ``save_context`` and by the server. Invariants: pinned chunks take half of the memory store at most, so that
-others always fit; a pin holds leases like any request, and nothing else.
+others always fit, and clients' a quarter; the same holds of a tenant and its quota; a pin of a client goes before one
+of the operator is refused; a pin holds leases like any request, and nothing else.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class Pin:
     """A tenant has one pin of a name: the newest."""
     seconds: float | None = None
     """How long it is held; None until it is removed."""
+    client: bool = False
+    """Whether a client's request asked for it. Then it goes where the room is needed for other pins."""
 
 
 class Pins:
@@ -51,10 +54,12 @@ class Pins:
         boundaries: Sequence[int] = (),
         name: str | None = None,
         seconds: float | None = None,
+        client: bool = False,
     ) -> Pin:
-        """Hold what is stored of this prompt's beginning.
+        """Hold what is stored of this prompt's beginning; ``client`` if a request asked for it, not the operator.
 
-        Raises ConfigError if nothing is, and CapacityError if all pins together would take too much.
+        Pins of clients go where they leave too little room for this one. Raises ConfigError if nothing is stored, and
+        CapacityError if the pins that stay would take too much.
         """
         if session is None:
             raise ConfigError("this engine keeps nothing, so nothing can be pinned")
@@ -72,25 +77,45 @@ class Pins:
             sum(block.nbytes for block in blocks),
             name,
             seconds,
+            client,
         )
-        share = None if self._shared_store else session.tenant
-        limit = int(self._max_share * store_stats(session.store, share).capacity_bytes)
+        quota = None if self._shared_store else session.tenant
+        capacities = [store_stats(session.store, of, ask_tiers=False).capacity_bytes for of in (quota, None)]
         self._remove_ended()
-        with self._lock:
-            old = [other for other, _, _ in self._pins.values() if name is not None and _same_name(other, pin)]
-            held = sum(other.nbytes for other, _, _ in self._pins.values()) - sum(other.nbytes for other in old)
-            if fits := held + pin.nbytes <= limit:
+        gone: list[Pin] = []
+        try:
+            with self._lock:
+                pins = [one for one, _, _ in self._pins.values()]
+                named = (session.tenant, name, client)  # so a client's pin never replaces one of the operator's
+                replaced = [one for one in pins if name is not None and (one.tenant, one.name, one.client) == named]
+                for tenant, capacity in zip((pin.tenant, None), capacities, strict=True):
+                    stay = [one for one in pins if one not in replaced + gone and tenant in (None, one.tenant)]
+                    gone += self._gone_for(pin, stay, capacity)
                 ends = time.monotonic() + seconds if seconds is not None else float("inf")
                 self._pins[pin.id] = (pin, lease, ends)
-        if fits:
-            for other in old:
-                self.remove(other.id)
-            return pin
-        lease.release()
-        raise CapacityError(
-            f"contexts and pins may hold {limit:,} bytes, half of the memory store; {held:,} are held, this one needs "
-            f"{pin.nbytes:,} or more; drop a context, unpin something, or raise cache_bytes"
-        )
+        except CapacityError:
+            lease.release()
+            raise
+        for one in replaced + gone:
+            self.remove(one.id)
+        return pin
+
+    def _gone_for(self, pin: Pin, others: Sequence[Pin], capacity: int) -> list[Pin]:
+        """The clients' pins that go for this one, the oldest first. Raises CapacityError if it does not fit even so."""
+        limit, pins = int(self._max_share * capacity), (*others, pin)
+        held = sum(one.nbytes for one in pins if not one.client)
+        clients = [one for one in pins if one.client]
+        room = min(limit // 2, limit - held)
+        if room < (pin.nbytes if pin.client else 0):
+            raise CapacityError(
+                f"contexts and pins may hold {limit:,} bytes, half of the memory, and clients' pins half of that; "
+                f"{sum(one.nbytes for one in others):,} are held, this one needs {pin.nbytes:,} or more; drop a "
+                "context, unpin something, or raise cache_bytes"
+            )
+        gone: list[Pin] = []
+        while sum(one.nbytes for one in clients) > room:
+            gone.append(clients.pop(0))
+        return gone
 
     def remove(self, id: str) -> bool:
         """Let one go. False if there is no such pin."""
@@ -118,7 +143,3 @@ class Pins:
             ended = [id for id, (_, _, ends) in self._pins.items() if ends <= time.monotonic()]
         for id in ended:
             self.remove(id)
-
-
-def _same_name(one: Pin, other: Pin) -> bool:
-    return (one.tenant, one.name) == (other.tenant, other.name)

@@ -260,9 +260,13 @@ class TenantView:
 
     def drop_context(self, name: str) -> bool:
         """Hold a context no longer. False if there is none of this name. What it stored is evicted in its turn."""
-        tenant = self.session.tenant if self.session is not None else None
-        found = next((pin for pin in self.pins.listed() if (pin.tenant, pin.name) == (tenant, name)), None)
+        found = next((pin for pin in self.contexts() if pin.name == name), None)
         return found is not None and self.pins.remove(found.id)
+
+    def contexts(self) -> list[Pin]:
+        """What :meth:`save_context` holds, oldest first."""
+        tenant = self.session.tenant if self.session is not None else None
+        return [pin for pin in self.pins.listed() if pin.tenant == tenant and pin.name is not None and not pin.client]
 
     # Removing
 

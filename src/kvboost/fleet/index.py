@@ -72,15 +72,6 @@ class FleetIndex:
         self._bits: dict[str, int] = {}
         self._free: list[int] = []
 
-    @property
-    def nbytes(self) -> int:
-        """Of the table."""
-        return self._table.nbytes
-
-    def __len__(self) -> int:
-        """How many keys somebody holds."""
-        return int(np.count_nonzero(self._table[:, 1:].any(axis=1)))
-
     def bit_of(self, replica: str) -> int | None:
         """The number of its bit in :data:`Holders`; None if nothing is known of it."""
         return self._bits.get(replica)

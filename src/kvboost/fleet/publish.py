@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import zmq
@@ -92,11 +92,6 @@ class EventPublisher:
             ) from error
         return opened
 
-    @property
-    def dropped(self) -> int:
-        """Events that were not sent because too many waited."""
-        return self._dropped
-
     def publish(self, events: Sequence[KVEvent]) -> None:
         """Send these events soon, in this order. Returns at once; does nothing once the publisher is closed."""
         with self._lock:
@@ -120,12 +115,6 @@ class EventPublisher:
         self._wake_reader.close()
         self._wake_writer.close()
         self._context.destroy(linger=_LINGER_MS)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _wake(self) -> None:
         if not self._woken:  # the lock is held; one byte is enough

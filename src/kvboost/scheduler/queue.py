@@ -193,7 +193,8 @@ class Scheduler:
         The job with the fewest tokens left, so that short prompts do not wait for long ones; but a job that was
         skipped several times comes first. If that is its last step, others that fit the budget with their last steps.
         """
-        prefilling = sorted((entry for entry in self._running.values() if entry.steps), key=_tokens_left)
+        prefilling = [entry for entry in self._running.values() if entry.steps]
+        prefilling.sort(key=lambda entry: (sum(entry.steps), entry.arrived))
         if not prefilling:
             return []
         skipped = [entry for entry in prefilling if entry.skipped >= _MAX_SKIPPED]
@@ -306,7 +307,3 @@ class Scheduler:
             if begin < min(end, len(entry.chain), len(other.chain)) and entry.chain[begin] == other.chain[begin]:
                 return True
         return False
-
-
-def _tokens_left(entry: _Entry) -> tuple[int, int]:
-    return sum(entry.steps), entry.arrived

@@ -28,7 +28,7 @@ from kvboost.serve.api.completions import completions
 from kvboost.serve.api.responses import responses
 from kvboost.serve.errors import ApiError, from_validation, speaks_anthropic
 from kvboost.serve.generation.service import Service
-from kvboost.serve.observability.requests import RequestLog, Tracing
+from kvboost.serve.observability.requests import RequestLog
 from kvboost.serve.security.auth import Access, Gate, Keys, RateLimit
 from kvboost.serve.security.bodies import BodyLimit, JsonRoute
 from kvboost.serve.security.limits import Limits
@@ -118,7 +118,6 @@ def make_app(
     middlewares: list[tuple[Callable[..., ASGIApp], dict[str, Any]]] = [
         (BodyLimit, {"limits": limits, "pool": service.reading}),
         (RateLimit, {"rates": service.rates, "paths": users}),
-        (Tracing, {"paths": frozenset(path for method, path in ROUTES if method == "POST")}),
         (Gate, gate),
         *([(CORSMiddleware, {"allow_origins": origins, **_CORS})] if origins else []),
         (RequestLog, {"metrics": service.metrics}),

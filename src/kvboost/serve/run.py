@@ -261,7 +261,7 @@ def published_events(engine: KVBoost, config: ServerConfig) -> Iterator[None]:
     if config.kv_events is None:
         yield
         return
-    with _publisher(config) as publisher:
+    with contextlib.closing(_publisher(config)) as publisher:
         from kvboost.fleet.events import MEDIUM_CPU, MEDIUM_GPU, StoreEvents
 
         medium = MEDIUM_CPU if engine.model.device.type == "cpu" else MEDIUM_GPU

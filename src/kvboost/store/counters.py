@@ -53,9 +53,6 @@ class ContentKeys:
     def __init__(self) -> None:
         self._keys: dict[bytes, tuple[bytes, ...]] = {}
 
-    def __len__(self) -> int:
-        return len(self._keys)
-
     def of(self, content: bytes) -> tuple[bytes, ...]:
         """The keys of the blocks that hold this content."""
         return self._keys.get(content, ())

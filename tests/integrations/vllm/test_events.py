@@ -8,6 +8,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ def _read(store: MemoryStore, chunks: list[Chunk]) -> None:
 def test_vllms_decoder_reads_what_a_store_publishes(run: Any) -> None:
 
     chunks = prompt("a", "b")
-    with EventPublisher(ANY, replay_endpoint=ANY) as publisher:
+    with closing(EventPublisher(ANY, replay_endpoint=ANY)) as publisher:
         store = MemoryStore(2 * SIZE)
         store.listen(StoreEvents(publisher.publish))
         _read(store, chunks)

@@ -174,6 +174,7 @@ def test_what_was_read_is_counted(start_server: Callable[..., Running], make_eng
         ({"max_tokens": 0, "echo": True}, "max_tokens", "needs echo and logprobs"),
         ({"max_tokens": -1}, "max_tokens", "0 or more"),
         ({"echo": True, "logprobs": 6}, "logprobs", "5 or less"),
+        ({"logprobs": True}, "logprobs", "give a whole number"),
         ({"prompt_logprobs": 6}, "prompt_logprobs", "5 or less"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream"),
         ({"max_tokens": 0, "echo": True, "logprobs": 0, "prompt": [1] * 3000}, "prompt", "at most 2048"),

@@ -81,7 +81,6 @@ _INERT: dict[str, Any] = {
     "store": True,
     "service_tier": "auto",
     "safety_identifier": "x",
-    "prompt_cache_retention": "24h",
     "prompt_cache_options": {"ttl": "30m"},
 }
 _INERT_IN_CHATS = {"verbosity": "low", "prediction": {"type": "content", "content": "x"}, "modalities": ["text"]}

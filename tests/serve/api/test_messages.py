@@ -331,7 +331,7 @@ def test_blocks_become_turns() -> None:
     )
     function = {"name": "get_weather", "arguments": {"city": "Paris"}}
     assert turns == [
-        ({"role": "system", "content": "Be\nbrief"}, (8,)),
+        ({"role": "system", "content": "Be\nbrief"}, ((8, 3600),)),
         ({"role": "user", "content": "Weather?\nIn Paris"}, ()),
         (
             {
@@ -342,7 +342,7 @@ def test_blocks_become_turns() -> None:
             },
             (),
         ),
-        ({"role": "tool", "content": "rain", "tool_call_id": "c1", "name": "get_weather"}, (4,)),
+        ({"role": "tool", "content": "rain", "tool_call_id": "c1", "name": "get_weather"}, ((4, 3600),)),
         ({"role": "user", "content": "So?"}, ()),
         ({"role": "system", "content": "Now be kind"}, ()),
     ]
@@ -470,7 +470,6 @@ def test_fields_without_effect_are_taken_and_named(http: httpx.Client) -> None:
         "messages.content.caller",
         "messages.content.is_error",
         "messages.content.tool_use.cache_control",
-        "system.cache_control.ttl",
         "thinking",
         "thinking.budget_tokens",
         "thinking.display",

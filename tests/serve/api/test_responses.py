@@ -195,7 +195,10 @@ def test_the_memory_of_responses_takes_no_more_than_its_bound() -> None:
 def test_turns_are_remembered_as_they_were() -> None:
     memory = ResponseMemory(10**6)
     call = {"function": {"name": "f", "arguments": {"\u00e4": ["\ud800", 1.5, None]}}}
-    turns = [Turn({"role": "user", "content": "a\nb"}, (1,), (1, 3)), Turn({"role": "assistant", "tool_calls": [call]})]
+    turns = [
+        Turn({"role": "user", "content": "a\nb"}, ((1, 300),), (1, 3)),
+        Turn({"role": "assistant", "tool_calls": [call]}),
+    ]
     memory.remember("r", turns, tenant="a")
     assert memory.find("r", tenant="a") == turns
     assert memory.nbytes("r", tenant="a") > memory.nbytes("r", tenant="b") == 0
@@ -274,7 +277,6 @@ def test_fields_without_effect_are_taken_and_named(client: openai.OpenAI) -> Non
         "include": ["reasoning.encrypted_content"],
         "service_tier": "auto",
         "safety_identifier": "x",
-        "prompt_cache_retention": "24h",
         "max_tool_calls": 3,
         "text": {"verbosity": "low"},
     }

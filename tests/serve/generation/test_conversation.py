@@ -94,7 +94,7 @@ def test_a_tokenizer_that_would_change_the_text_reads_it_as_a_whole() -> None:
     tokenizer = merging_tokenizer()
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     chats = _chats(tokenizer)
-    marked = Turn({"role": "user", "content": "aaaa bbbb"}, (4,))
+    marked = Turn({"role": "user", "content": "aaaa bbbb"}, ((4, 300),))
     prompt = _encode(chats, marked)
     assert prompt.token_ids == tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kvboost import ConfigError
+from kvboost.engine.structured import Matchers
 from kvboost.serve.errors import ApiError
 from kvboost.serve.generation.structured import COMPILE_S, TOO_LONG, GrammarCheck, Grammars
 from kvboost.serve.schemas.responses import InlineSchemaFormat
@@ -145,7 +146,7 @@ def test_tools_that_take_long_to_compile_are_compiled_once(monkeypatch: pytest.M
         return (within, TOO_LONG) if len(tried) == 1 else (0.1, "")
 
     monkeypatch.setattr(GrammarCheck, "check", checked)
-    grammars, charged = Grammars(byte_tokenizer(), vocab_size=260, end_token_ids=frozenset()), list[float]()
+    grammars, charged = Grammars(Matchers(byte_tokenizer(), vocab_size=260, end_token_ids=frozenset())), list[float]()
     with pytest.raises(ApiError, match="these tools cannot be used: compiling it takes more than 3 s"):
         grammars.compile_call({"first": None, "second": None}, charge=charged.append)
     assert len(tried) == 1
@@ -157,7 +158,7 @@ def test_the_tool_that_cannot_be_used_is_looked_for_no_longer_than_one_may_take(
     tools = {f"slow {number}": slow for number in range(40)}
     wrong = {"properties": {"x": {"type": "string", "pattern": "("}}}
     charged: list[float] = []
-    with closing(Grammars(byte_tokenizer(), vocab_size=260, end_token_ids=frozenset())) as grammars:
+    with closing(Grammars(Matchers(byte_tokenizer(), vocab_size=260, end_token_ids=frozenset()))) as grammars:
         with pytest.raises(ApiError, match="the parameters of wrong cannot be used: .*regex parse error"):
             grammars.compile_call({"fine": None, "wrong": wrong}, charge=charged.append)
         charged.clear()
@@ -168,10 +169,10 @@ def test_the_tool_that_cannot_be_used_is_looked_for_no_longer_than_one_may_take(
 
 
 def test_the_tokens_are_read_before_the_first_request(caplog: pytest.LogCaptureFixture) -> None:
-    with closing(Grammars(byte_tokenizer(), vocab_size=260, end_token_ids=frozenset())) as grammars:
+    with closing(Grammars(Matchers(byte_tokenizer(), vocab_size=260, end_token_ids=frozenset()))) as grammars:
         grammars.prepare()
-        _wait_until(lambda: grammars._made is not None)
-    with closing(Grammars("no tokenizer", vocab_size=260, end_token_ids=frozenset())) as grammars:
+        _wait_until(lambda: grammars._matchers._made is not None)
+    with closing(Grammars(Matchers("no tokenizer", vocab_size=260, end_token_ids=frozenset()))) as grammars:
         grammars.prepare()
         _wait_until(lambda: "answers cannot follow schemas with this tokenizer: ValueError" in caplog.text)
 
@@ -186,7 +187,7 @@ def _wait_until(done: Callable[[], bool]) -> None:
 def _compiled(schema: dict[str, Any], charged: list[float]) -> Any:
     wanted = InlineSchemaFormat.model_validate({"type": "json_schema", "name": "x", "schema": schema})
     ends = frozenset({int(byte_tokenizer().eos_token_id)})
-    grammars = Grammars(byte_tokenizer(), vocab_size=260, end_token_ids=ends)
+    grammars = Grammars(Matchers(byte_tokenizer(), vocab_size=260, end_token_ids=ends))
     try:
         make = grammars.compile(wanted, limits=Limits(), param="x", charge=charged.append)
     finally:

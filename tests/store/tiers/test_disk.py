@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.common.disk import directory_bytes
 from kvboost.errors import ConfigError
 from kvboost.extend import Tier
 from kvboost.store.record.format import RecordFormat
@@ -296,8 +297,8 @@ def test_one_budget_for_all_namespaces(tmp_path: Path) -> None:
     tiers = [open_tier(tmp_path, room=4, of=namespace(f"model {n}", tenant=f"tenant {n}")) for n in range(3)]
     for number in range(12):
         store_all(tiers[number % 3], prompt(f"text {number}"))
-        assert bytes_on_disk(tmp_path) <= tiers[0].directory_bytes() <= 4 * EACH
-    assert tiers[0].directory_bytes() == 4 * EACH == sum(tier.stats().bytes for tier in tiers)
+        assert bytes_on_disk(tmp_path) <= directory_bytes(tiers[0]) <= 4 * EACH
+    assert directory_bytes(tiers[0]) == 4 * EACH == sum(tier.stats().bytes for tier in tiers)
     for tier in tiers:
         tier.close()
 
@@ -343,7 +344,7 @@ def test_eight_threads_never_pass_the_budget(tmp_path: Path) -> None:
 
     def watch() -> None:
         while not done.is_set():
-            over.append(max(bytes_on_disk(tmp_path), tier.directory_bytes()) - 20 * EACH)
+            over.append(max(bytes_on_disk(tmp_path), directory_bytes(tier)) - 20 * EACH)
 
     watcher = threading.Thread(target=watch)
     workers = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
@@ -438,7 +439,7 @@ def test_files_the_index_forgot_are_counted_again(tmp_path: Path, monkeypatch: p
         if boot == "other":
             monkeypatch.setattr(disk_directory, "_boot_id", lambda: "after the power came back")
         tier = open_tier(tmp_path)
-        assert (tier.stats().chunks, tier.directory_bytes()) == (chunks, chunks * EACH)
+        assert (tier.stats().chunks, directory_bytes(tier)) == (chunks, chunks * EACH)
         tier.close()
     assert not strange.exists()
     assert len(record_files(tmp_path)) == 2
@@ -456,10 +457,10 @@ def test_records_of_another_version_count_and_go_by_their_age(tmp_path: Path) ->
         path.write_bytes(data)
     tier._layout.index.unlink()
     tier = open_tier(tmp_path, room=4)
-    assert tier.directory_bytes() == 3 * EACH, "nobody counts them"
+    assert directory_bytes(tier) == 3 * EACH, "nobody counts them"
     store_all(tier, prompt("x"))
     store_all(tier, prompt("y"))
-    assert tier.directory_bytes() == bytes_on_disk(tmp_path) + 4 * 1024 == 4 * EACH
+    assert directory_bytes(tier) == bytes_on_disk(tmp_path) + 4 * 1024 == 4 * EACH
     assert (there(tier, "x"), there(tier, "y")) == ([True], [True])
     # The version that can read them says whose they are.
     other = open_tier(tmp_path, room=4, of=namespace(tenant="old"))
@@ -506,7 +507,7 @@ def test_everything_is_removed_whosever_it_is(tmp_path: Path) -> None:
     store_all(other, prompt("a"))
     own.purge(None)
     assert record_files(tmp_path) == []
-    assert own.directory_bytes() == 0
+    assert directory_bytes(own) == 0
 
 
 def test_a_writer_lives_until_it_closes(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_the_ledger_is_the_sum_of_what_is_there(steps: list[tuple[str, str, int]
         assert tier.stats().chunks == len(there)
     tier.clear()
     assert not tier._successors
-    assert len(tier._contents) == 0
+    assert tier._contents._keys == {}
 
 
 def test_below_a_memory_store_it_takes_what_is_evicted_and_gives_it_back_where_it_belongs() -> None:

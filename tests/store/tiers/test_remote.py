@@ -6,11 +6,12 @@ import threading
 
 import pytest
 
-from kvboost.store.tiers.remote import Calls
+from kvboost.store.tiers.remote import Breaker, Guard, Patience, UnavailableError
 
 
 def test_threads_that_could_not_be_started_are_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = Calls(2, name="test")
+    patience, breaker = Patience(1.0, 1e6), Breaker(lambda: True, name="test-look")
+    calls = Guard(2, name="test", patience=patience, breaker=breaker)
 
     def fails(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -18,13 +19,13 @@ def test_threads_that_could_not_be_started_are_started_later(monkeypatch: pytest
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", fails)
         for _ in range(3):
-            with pytest.raises(RuntimeError, match="thread"):
-                calls.submit(lambda _: 1, seconds=1.0)
-    call = calls.submit(lambda _: 2, seconds=1.0)
+            with pytest.raises(UnavailableError, match="thread"):
+                calls.submit(lambda _: 1)
+    call = calls.submit(lambda _: 2)
     assert call.wait(30.0), "nobody does it"
     assert call.result() == 2
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", fails)
-        assert calls.submit(lambda _: 3, seconds=1.0).wait(30.0), "those that there are could have done it"
+        assert calls.submit(lambda _: 3).wait(30.0), "those that there are could have done it"
     calls.close()
     calls.join()

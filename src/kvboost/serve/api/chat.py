@@ -16,7 +16,7 @@ from kvboost.serve.api.common import DONE, AppCaller, AppService, streamed, unre
 from kvboost.serve.errors import bad_request
 from kvboost.serve.generation.answers import AnswerReader
 from kvboost.serve.generation.parts import CallOpened, Content, Part, Reasoning
-from kvboost.serve.generation.prompts import ChatPrompt, effort_variables
+from kvboost.serve.generation.prompts import ChatPrompt, Hold, effort_variables
 from kvboost.serve.generation.requests import GenerationRequest, Offer, make_offer, sampling_of
 from kvboost.serve.generation.service import Service
 from kvboost.serve.generation.token_stream import Ended, Piece
@@ -85,6 +85,7 @@ class _Chat:
             top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             grammar=grammar,
             special=grammar is None and service.answers.needs_special(tools=bool(self.tools)),
+            holds=asked_holds(self.prompt, body.prompt_cache_retention),
         )
 
     def reader(self, index: int) -> AnswerReader:
@@ -259,6 +260,12 @@ def encode_turns(
         param=param,
     )
     return replace(prompt, token_ids=service.encode(prompt.token_ids, param=param))
+
+
+def asked_holds(prompt: ChatPrompt, retention: str | None) -> tuple[Hold, ...]:
+    """What a client of OpenAI's wants to find again: what it marked, and for a day the whole prompt."""
+    whole = Hold(len(prompt.token_ids), 24 * 60 * 60, prompt.cache_key or None)
+    return (*prompt.holds, whole) if retention == "24h" else prompt.holds
 
 
 def _offered(service: Service, body: ChatRequest) -> Offer:

@@ -64,6 +64,7 @@ async def messages(service: AppService, body: MessagesRequest, caller: AppCaller
         stops=body.stop_sequences or (),
         grammar=grammar,
         special=grammar is None and service.answers.needs_special(tools=bool(offer.tools)),
+        holds=prompt.holds,
     )
     writing = _MessageWriter(service, prompt, reader)
     ignored = [*body.ignored(), *unread(service.chats, _variables(body))]
@@ -178,11 +179,17 @@ class _MessageWriter:
         """Anthropic counts each token of a prompt once: read from the cache, written to it, or neither."""
         reuse = answer.reuse()
         read = reuse["cached_tokens"]
-        written = max(0, self._prompt.marked_tokens - read) if answer.ended else 0
+        marked = {int(hold.seconds): hold.tokens for hold in self._prompt.holds}
+        written = max(0, max(marked.values(), default=0) - read) if answer.ended else 0
+        for_an_hour = min(written, max(0, marked.get(3600, 0) - read))
         return {
             "input_tokens": answer.prompt_tokens - read - written,
             "cache_read_input_tokens": read,
             "cache_creation_input_tokens": written,
+            "cache_creation": {
+                "ephemeral_5m_input_tokens": written - for_an_hour,
+                "ephemeral_1h_input_tokens": for_an_hour,
+            },
             "output_tokens": answer.new_tokens,
             **({"kvboost": reuse} if answer.ended else {}),
         }

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from starlette.responses import JSONResponse, Response
 
-from kvboost.serve.api.chat import encode_turns
+from kvboost.serve.api.chat import asked_holds, encode_turns
 from kvboost.serve.api.common import AppCaller, AppService, streamed, unread, with_ignored
 from kvboost.serve.errors import bad_request
 from kvboost.serve.generation.answers import AnswerReader, answer_parts
@@ -65,6 +65,7 @@ async def responses(service: AppService, body: ResponsesRequest, caller: AppCall
         sampling=drawn_by(body),
         grammar=grammar,
         special=grammar is None and service.answers.needs_special(tools=bool(offer.tools)),
+        holds=asked_holds(prompt, body.prompt_cache_retention),
     )
     writing = _ResponseWriter(service, body, reader, prompt, turns)
     ignored = [*body.ignored(), *unread(service.chats, {"reasoning.effort": variables})]

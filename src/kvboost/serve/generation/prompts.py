@@ -33,6 +33,16 @@ _KEY_BYTES = 450  # a key, its entry and an empty array: most of what a short re
 
 
 @dataclass(frozen=True)
+class Hold:
+    """A beginning of a prompt that a client wants to find again."""
+
+    tokens: int
+    seconds: float
+    name: str | None = None
+    """The next one of this name replaces it. Without a name only one of the same tokens does."""
+
+
+@dataclass(frozen=True)
 class ChatPrompt:
     """A chat that is ready for its reply."""
 
@@ -42,8 +52,8 @@ class ChatPrompt:
     tenant: str
     cache_key: str
     """Replies are remembered for this tenant and key only."""
-    marked_tokens: int = 0
-    """Ids up to the last position that the client marked with ``cache_control``."""
+    holds: tuple[Hold, ...] = ()
+    """Up to the last positions that the client marked with ``cache_control``, of each time; the longest time last."""
 
 
 def effort_variables(effort: str | None) -> dict[str, Any]:
@@ -115,7 +125,7 @@ class ChatPrompts:
         splices, marks, ends = self._locate(turns, text, tenant=tenant, cache_key=cache_key)
         pieces = _Pieces(self._tokenize)
         with self.in_use():
-            start, cuts = 0, deque(marks)
+            start, cuts = 0, deque(mark for mark, _ in marks)
             for found, ids, length in [*splices, (len(text), [], 0)]:
                 while cuts and cuts[0] < found:
                     if (cut := cuts.popleft()) > start:
@@ -129,9 +139,12 @@ class ChatPrompts:
                 whole.add_text(text)
                 if self._decode(pieces.ids) != self._decode(whole.ids):
                     pieces = whole
-        wanted = [(mark, 1) for mark in marks] + [(end, self._min_gap) for end in ends]
-        marked = max((pieces.ids_up_to(mark) or 0 for mark in marks), default=0)
-        return ChatPrompt(text, pieces.ids, _spaced(pieces, wanted), tenant, cache_key, marked)
+        wanted = [(mark, 1) for mark, _ in marks] + [(end, self._min_gap) for end in ends]
+        last: dict[int, int] = {}  # ids up to the last mark, by its seconds
+        for mark, seconds in marks:
+            last[seconds] = max(last.get(seconds, 0), pieces.ids_up_to(mark) or 0)
+        holds = tuple(Hold(count, seconds) for seconds, count in sorted(last.items()) if count)
+        return ChatPrompt(text, pieces.ids, _spaced(pieces, wanted), tenant, cache_key, holds)
 
     def remember(self, prompt: ChatPrompt, *, reply: str, ids: Sequence[int], shown: Sequence[str] = ()) -> None:
         """Keep the ids of a reply, if they are its text and nothing else.
@@ -191,14 +204,14 @@ class ChatPrompts:
 
     def _locate(
         self, turns: Sequence[Turn], text: str, *, tenant: str, cache_key: str
-    ) -> tuple[list[tuple[int, list[int], int]], list[int], list[int]]:
+    ) -> tuple[list[tuple[int, list[int], int]], list[tuple[int, int]], list[int]]:
         """Where known replies are (position, ids, characters), where clients marked a cut, and where messages end.
 
         Each message is searched for after the one before. One that is found too early, in another's words, only costs a
         hit: the ids put in always decode to the text at that position.
         """
         splices: list[tuple[int, list[int], int]] = []
-        marks: list[int] = []
+        marks: list[tuple[int, int]] = []
         ends: list[int] = []
         position = lost = 0
         before = TextBefore(text)
@@ -226,7 +239,7 @@ class ChatPrompts:
             if lost > _MAX_LOST:
                 break
             if found >= 0:
-                marks += [found + mark for mark in turn.marks]
+                marks += [(found + mark, seconds) for mark, seconds in turn.marks]
                 position = found + len(content)
                 ends += [*(found + end for end in turn.ends), position]
         return splices, marks, ends

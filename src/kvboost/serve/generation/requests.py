@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from kvboost.hf.sampling import Sampling
 from kvboost.serve.errors import ApiError, bad_request
-from kvboost.serve.generation.prompts import ChatPrompts
+from kvboost.serve.generation.prompts import ChatPrompts, Hold
 from kvboost.serve.generation.token_stream import Ended, Piece, TokenStream
 from kvboost.serve.schemas.base import SamplingBody
 from kvboost.serve.schemas.chat import Choices
@@ -61,6 +61,8 @@ class GenerationRequest:
     """Makes the constraint of one choice."""
     special: bool = False
     """Whether special tokens are written out: tool calls are recognised by them."""
+    holds: Sequence[Hold] = ()
+    """What the client wants to find again, of the only prompt."""
 
 
 @dataclass

@@ -18,11 +18,11 @@ from typing import Any
 from kvboost.engine import KVBoost
 from kvboost.errors import BusyError, CapacityError, ClosedError, ConfigError
 from kvboost.failures import log_failure
-from kvboost.hf.generate import end_token_ids
 from kvboost.scheduler.jobs import Job, Ticket
 from kvboost.scheduler.runner import BatchRunner
 from kvboost.serve.errors import ApiError, bad_request
 from kvboost.serve.generation.answers import AnswerReaders
+from kvboost.serve.generation.holding import ClientPins
 from kvboost.serve.generation.prompts import ChatPrompt, ChatPrompts, ReplyMemory
 from kvboost.serve.generation.requests import Answer, GenerationRequest, Offer
 from kvboost.serve.generation.structured import Constrain, Grammars
@@ -69,13 +69,10 @@ class Service:
         replies = ReplyMemory(limits.max_remembered_bytes // 16)
         self.chats = ChatPrompts(engine.tokenizer, min_gap=min_gap, lengths=self.lengths, replies=replies)
         self.answers = AnswerReaders(engine.tokenizer)
-        own_end = engine.tokenizer.eos_token_id  # of chat models often the end of a turn, which the model does not name
-        self.end_token_ids = frozenset(
-            end_token_ids(engine.model, {}) | ({int(own_end)} if own_end is not None else set())
-        )
+        self.end_token_ids = frozenset(engine.parts.matchers.end_token_ids)
         self.vocab_size = int(engine.model.get_input_embeddings().weight.shape[0])
         self.token_bytes = token_bytes(engine.tokenizer)
-        self.grammars = Grammars(engine.tokenizer, vocab_size=self.vocab_size, end_token_ids=self.end_token_ids)
+        self.grammars = Grammars(engine.parts.matchers)
         self.responses = ResponseMemory(limits.max_remembered_bytes)
         self.streams = Shares(limits.max_streams, refusal=f"{limits.max_streams} requests are being answered")
         self.rates = Rates(limits)
@@ -90,11 +87,13 @@ class Service:
         self.spaces = Spaces(engine)
         self.metrics = Metrics(engine, runner)
         self.pins = engine.pins
+        self.client_pins = ClientPins(engine, metrics=self.metrics)
         self.draining = False
         self.started = int(time.time())
 
     def close(self) -> None:
         """Stop what runs in the background. The engine and the runner are others'."""
+        self.client_pins.close()
         self.kept.close()
         self.reading.close()
         self.scoring.close()
@@ -205,6 +204,7 @@ class Service:
             try:
                 if answer is not None:
                     self._count(answer, seconds=time.monotonic() - started, span=span)
+                    self._hold(answer)
             finally:
                 self.streams.give_back(generation.caller.tenant)  # last: a server that is idle has counted everything
 
@@ -221,6 +221,7 @@ class Service:
 
     def _submit(self, generation: GenerationRequest) -> list[Ticket]:
         tickets: list[Ticket] = []
+        self.pins.listed()  # those whose time is over make room
         try:
             with ExitStack() as submitted:
                 for job in self._jobs(generation):
@@ -268,6 +269,12 @@ class Service:
                     tenant=generation.caller.tenant,
                     adapter=generation.model if generation.model in self.adapters else None,
                 )
+
+    def _hold(self, answer: Answer) -> None:
+        """Hold what the client asked for, if its prompt was stored: with the first token it is."""
+        if answer.new_tokens:
+            model = answer.request.model
+            self.client_pins.start(answer.request, adapter=model if model in self.adapters else None)
 
     def _ends(self, generation: GenerationRequest) -> frozenset[int]:
         """The tokens that end an answer and are no part of its text."""

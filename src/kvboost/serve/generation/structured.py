@@ -12,17 +12,17 @@ is refused only for what it did itself; the process ends with this one.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic, thread_time
 from typing import TYPE_CHECKING, Any
 
+from kvboost.engine.structured import LIMITS, WRITTEN, Following, Matchers, is_installed
 from kvboost.errors import ConfigError, with_extra
 from kvboost.failures import log_failure
 from kvboost.serve.errors import ApiError, bad_request
@@ -35,11 +35,6 @@ if TYPE_CHECKING:
 
 COMPILE_S = 3.0  # usual schemas take milliseconds
 MEMORY_BYTES = 2**30  # more than at the start; the worst schema that is known and ends in time takes a quarter of it
-LIMITS: dict[str, Any] = {
-    "step_lexer_fuel": 50_000,  # work of one mask, a quarter of llguidance's own limit
-    "step_max_items": 20_000,
-    "max_lexer_states": 50_000,  # of 1 to 2 kB each, in every answer
-}
 TOO_LONG = f"compiling it takes more than {COMPILE_S:g} s; simplify its patterns, or name fewer of them"
 _TOO_LARGE = "compiling it takes too much memory; simplify its patterns, or name fewer of them"
 _FAILED = "llguidance failed while compiling it; simplify its patterns"
@@ -157,8 +152,6 @@ class GrammarCheck:
 
 _log = logging.getLogger("kvboost.serve")
 _ANY_OBJECT = {"type": "object"}
-# Without this a model may write blanks for ever, which a schema allows between any two words.
-_WRITTEN: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _MASK_S = 0.1  # of a processor, for the masks of an answer; llguidance's slowest of 10,000 usual schemas takes 0.02
 _TOKEN_S = 0.002  # and for each new token; on average it takes 0.00005
 Constrain = Callable[[list[int], "torch.Tensor"], None]
@@ -169,11 +162,8 @@ Charge = Callable[[float], None]
 class Grammars:
     """Compiles formats for one tokenizer. Thread-safe."""
 
-    def __init__(self, tokenizer: Any, *, vocab_size: int, end_token_ids: frozenset[int]) -> None:
-        self._tokenizer, self._vocab_size, self._end_token_ids = tokenizer, vocab_size, end_token_ids
-        self._lock = threading.Lock()
-        self._made: Any = None
-        self._check = GrammarCheck()
+    def __init__(self, matchers: Matchers) -> None:
+        self._matchers, self._check = matchers, GrammarCheck()
 
     def close(self) -> None:
         """End what runs beside."""
@@ -185,12 +175,12 @@ class Grammars:
         It takes seconds of the interpreter for 150,000 tokens, which else all that runs during the first request
         with a schema would lose.
         """
-        if importlib.util.find_spec("llguidance") is not None:
+        if is_installed():
             threading.Thread(target=self._prepare, name="kvboost-tokens", daemon=True).start()
 
     def _prepare(self) -> None:
         try:
-            self._ll_tokenizer()
+            self._matchers.prepare()
         except Exception as error:  # noqa: BLE001 - a request that needs it raises it again
             log_failure(_log, error, "answers cannot follow schemas with this tokenizer")
 
@@ -212,7 +202,7 @@ class Grammars:
         first = self._of_schema(schema, charge, within=COMPILE_S)
         if isinstance(first, str):
             raise bad_request(f"this schema cannot be used: {first}", param=param, code="invalid_schema")
-        return lambda: _GrammarConstraint(first.deep_copy(), self._end_token_ids, charge)
+        return lambda: _GrammarConstraint(first.deep_copy(), self._matchers.end_token_ids, charge)
 
     def compile_call(
         self, functions: Mapping[str, Mapping[str, Any] | None], *, charge: Charge
@@ -233,7 +223,7 @@ class Grammars:
             schemas[name] = given
         # Each schema is compiled by itself, so that "#/$defs" in it still means its own.
         rules = [
-            f'call{number}: {json.dumps(_call_opens(name))} %json {json.dumps({**schema, "x-guidance": _WRITTEN})} "}}"'
+            f'call{number}: {json.dumps(_call_opens(name))} %json {json.dumps({**schema, "x-guidance": WRITTEN})} "}}"'
             for number, (name, schema) in enumerate(schemas.items())
         ]
         start = "start: " + " | ".join(f"call{number}" for number in range(len(rules)))
@@ -247,41 +237,29 @@ class Grammars:
                 if isinstance(alone, str) and alone != TOO_LONG:
                     raise _no_schema(name, alone)
             raise bad_request(f"these tools cannot be used: {first}", param="tools", code="invalid_schema")
-        return lambda: _GrammarConstraint(first.deep_copy(), self._end_token_ids, charge)
+        return lambda: _GrammarConstraint(first.deep_copy(), self._matchers.end_token_ids, charge)
 
     def _of_schema(self, schema: dict[str, Any], charge: Charge, *, within: float) -> Any:
         """The matcher of a schema, or the reason why there is none."""
         from llguidance import LLMatcher
 
         try:
-            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_WRITTEN)
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=WRITTEN)
         except ValueError as error:
             return str(error)
         return self._matcher(grammar, charge, within=within)
 
     def _matcher(self, grammar: str, charge: Charge, *, within: float) -> Any:
         """The matcher of a grammar, or the reason why there is none."""
-        from llguidance import LLMatcher, LLParserLimits
-
         seconds, why = self._check.check(grammar, within=within)
         charge(seconds)
         if why:
             return why
-        first = LLMatcher(self._ll_tokenizer(), grammar, log_level=0, limits=LLParserLimits(**LIMITS))
-        return first.get_error().splitlines()[0] if first.is_error() else first
-
-    def _ll_tokenizer(self) -> Any:
-        from llguidance.hf import from_tokenizer
-
-        with self._lock:
-            if self._made is None:
-                end_tokens = sorted(self._end_token_ids) or None
-                self._made = from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=end_tokens)
-            return self._made
+        return self._matchers.compile(grammar)
 
 
 def _check_installed(param: str) -> None:
-    if importlib.util.find_spec("llguidance") is None:
+    if not is_installed():
         raise ApiError(400, f"{param} needs llguidance on the server; {with_extra('structured')}", param=param)
 
 
@@ -296,15 +274,14 @@ def _call_opens(name: str) -> str:
 class _GrammarConstraint:
     """Constrains one answer to a grammar."""
 
-    def __init__(self, matcher: Any, end_token_ids: frozenset[int], charge: Charge) -> None:
-        self._matcher, self._end_token_ids, self._charge = matcher, sorted(end_token_ids), charge
-        self._taken = 0
+    def __init__(self, matcher: Any, end_token_ids: Sequence[int], charge: Charge) -> None:
+        self._following, self._charge = Following(matcher, end_token_ids), charge
         self._spent = 0.0
 
     def __call__(self, produced: list[int], logits: torch.Tensor) -> None:
         """Forbid, in place, every token that cannot come next. ``logits`` [vocabulary]."""
         began = thread_time()
-        allowed = self._allowed(produced, logits.shape[0])
+        allowed = self._following.allowed(produced, logits.shape[0])
         seconds = thread_time() - began
         self._charge(seconds)
         self._spent += seconds
@@ -312,31 +289,3 @@ class _GrammarConstraint:
             raise ConfigError("the schema takes too long to follow; simplify the schema, its patterns most of all")
         if allowed is not None:
             logits.masked_fill_(~allowed.to(logits.device), float("-inf"))
-
-    def _allowed(self, produced: list[int], vocab_size: int) -> torch.Tensor | None:
-        """Whether each token can come next, [vocabulary]; None if each can."""
-        import torch
-
-        if len(produced) < self._taken:  # the job was preempted and restarted
-            self._matcher.reset()
-            self._taken = 0
-        for token in produced[self._taken :]:
-            if not self._matcher.is_stopped():
-                self._matcher.consume_token(token)
-        self._taken = len(produced)
-        mask = b"" if self._matcher.is_stopped() else self._matcher.compute_bitmask()
-        # Its limits, for example, which it may meet in this mask: what was written so far may be half of an answer.
-        if self._matcher.is_error():
-            why = self._matcher.get_error().splitlines()[0]
-            raise ConfigError(f"the grammar cannot go on: {why}; simplify the schema, its patterns most of all")
-        if not mask:
-            if not self._end_token_ids:
-                return None  # a model that cannot end: what follows the answer is free
-            allowed = torch.zeros(vocab_size, dtype=torch.bool)
-            allowed[self._end_token_ids] = True
-        else:
-            bits = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
-            allowed = ((bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten()[:vocab_size].bool()
-            if len(allowed) < vocab_size:  # rows of the embedding that are no token
-                allowed = torch.nn.functional.pad(allowed, (0, vocab_size - len(allowed)))
-        return allowed

@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 from kvboost.engine.text_stream import Detokenizer
@@ -195,9 +194,7 @@ class TokenStream:
             ticket.listen(partial(self._deliver, index))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self._over.update(range(len(self._tickets)))
         for ticket in self._tickets:
             ticket.cancel()

@@ -17,7 +17,7 @@ from itertools import groupby
 from typing import Any, Generic, TypeVar
 
 from kvboost.serve.errors import bad_request
-from kvboost.serve.schemas.base import CalledFunction, Function, Message, TextPart, ToolCall
+from kvboost.serve.schemas.base import CacheControl, CalledFunction, Function, Message, TextPart, ToolCall
 from kvboost.serve.schemas.messages import (
     Block,
     CountTokensRequest,
@@ -50,7 +50,8 @@ class Turn:
     """A message as templates take it, and where its parts mark a cut or end (characters of its content)."""
 
     fields: dict[str, Any]
-    marks: tuple[int, ...] = ()
+    marks: tuple[tuple[int, int], ...] = ()
+    """With the seconds for which what lies before them is to be held."""
     ends: tuple[int, ...] = ()
 
     @property
@@ -96,16 +97,16 @@ def to_turn(message: Message, *, param: str = "messages") -> Turn:
     return Turn(fields, tuple(marks), tuple(ends))
 
 
-def join_parts(parts: Iterable[TextPart | TextBlock]) -> tuple[str, list[int], list[int]]:
-    """The text of several parts, joined with line breaks; where each ends in it, and where those do that mark a cut."""
+def join_parts(parts: Iterable[TextPart | TextBlock]) -> tuple[str, list[int], list[tuple[int, int]]]:
+    """The text of several parts, joined with line breaks; where each ends in it, and the marks of some."""
     text = ""
     ends: list[int] = []
-    marks: list[int] = []
+    marks: list[tuple[int, int]] = []
     for index, part in enumerate(parts):
         text += part.text if index == 0 else "\n" + part.text
         ends.append(len(text))
         if part.cache_control is not None:
-            marks.append(len(text))
+            marks.append((len(text), part.cache_control.seconds))
     return text, ends, marks
 
 
@@ -141,10 +142,12 @@ def turns_of_messages(body: CountTokensRequest) -> list[Turn]:
     return turns
 
 
-def _turn(role: str, blocks: Iterable[TextBlock], *, is_marked: bool = False, **fields: Any) -> Turn:
-    """A turn with the text of these blocks, cut where they mark it, and if ``is_marked`` at its end."""
+def _turn(role: str, blocks: Iterable[TextBlock], *, mark: CacheControl | None = None, **fields: Any) -> Turn:
+    """A turn with the text of these blocks, cut where they mark it, and with a ``mark`` at its end."""
     text, _, marks = join_parts(blocks)
-    return Turn({"role": role, "content": text, **fields}, (*marks, len(text)) if is_marked else tuple(marks))
+    if mark is not None:
+        marks.append((len(text), mark.seconds))
+    return Turn({"role": role, "content": text, **fields}, tuple(marks))
 
 
 def _assistant_of_blocks(blocks: Iterable[Block], names: dict[str, str]) -> Turn:
@@ -176,9 +179,8 @@ def _others_of_blocks(role: str, blocks: Iterable[Block], names: dict[str, str])
                 yield _turn(role, said)
                 said = []
             named = {"name": names[block.tool_use_id]} if block.tool_use_id in names else {}
-            is_marked = block.cache_control is not None
             result = _as_blocks(block.content)
-            yield _turn("tool", result, is_marked=is_marked, tool_call_id=block.tool_use_id, **named)
+            yield _turn("tool", result, mark=block.cache_control, tool_call_id=block.tool_use_id, **named)
     if said:
         yield _turn(role, said)
 
@@ -322,4 +324,4 @@ def _written(turn: Turn) -> bytes:
 
 def _read(written: bytes) -> Turn:
     fields, marks, ends = json.loads(written.decode(errors="surrogatepass"))
-    return Turn(fields, tuple(marks), tuple(ends))
+    return Turn(fields, tuple((place, seconds) for place, seconds in marks), tuple(ends))

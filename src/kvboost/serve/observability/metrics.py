@@ -228,8 +228,13 @@ class Metrics:
         self._queue = histogram("kvboost_queue_seconds", "From submission until a job was admitted.")
         mean = "For each token after the first, on average over an answer."
         self._token = histogram("kvboost_output_token_seconds", mean, buckets=_TOKEN_SECONDS)
+        self._pins = counter(
+            "kvboost_client_pins", "Lifetimes that clients asked for, by whether they got them.", ["outcome"]
+        )
         for source in ("exact", "moved", "recomputed", "fresh"):
             self._prompt.labels(source)  # shown from the beginning, as 0
+        for outcome in ("held", "failed"):
+            self._pins.labels(outcome)
 
     def count(self, record: RequestRecord) -> None:
         """One answer that ended."""
@@ -249,6 +254,10 @@ class Metrics:
         ):
             if milliseconds is not None:
                 histogram.observe(milliseconds / 1000)
+
+    def held(self, is_held: bool) -> None:
+        """A client asked for a lifetime of what it stored, and got it or not."""
+        self._pins.labels("held" if is_held else "failed").inc()
 
     def responded(self, status: int) -> None:
         """One HTTP response."""

@@ -1,12 +1,11 @@
-"""One id and one log line for every request, and an OpenTelemetry span for each that a key let in: numbers, never text.
+"""One id and one log line for every request, and what an OpenTelemetry span of it is told: numbers, never text.
 
-:class:`RequestLog` is the outermost layer, :class:`Tracing` runs between the gate and the routes, and
-:class:`kvboost.serve.generation.service.Service` adds what was computed and reused. Tenants are named as stores do.
+:class:`RequestLog` is the outermost layer; :class:`kvboost.serve.generation.service.Service` adds what was computed
+and reused, to the span too that OpenTelemetry's own instrumentation has opened. Tenants are named as stores do.
 Invariants: every response names the request's id; of what a client sends only the id is logged, and only if it is
 short and made of plain characters; a request that fails is answered with a 500, if it can be; who has no key cannot
-fill a disk with lines, nor keep out those about callers who have one; a span has no text, key or tenant of a client's
-and no attribute but the trace's own id that comes from one. The process sets the provider and the exporter
-(``kvboost[otel]``, docs/serving.md): as long as it has set none, nothing is imported and a request costs one look-up.
+fill a disk with lines, nor keep out those about callers who have one; what is added to a span has no text, key or
+tenant. Without a provider in the process nothing is imported, and a request costs one look-up.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -46,7 +45,6 @@ _MINUTE_S = 60.0
 _TENANT_DIGITS, _MODEL_DIGITS = 8, 12  # as many as ``kvboost cache stat`` shows
 _MODEL_S = 60.0  # a model that changes has its new id after so long
 _OPERATIONS = {"chat": "chat", "completions": "text_completion", "responses": "chat", "messages": "chat"}
-_SERVER_FAILED = 500
 
 _log = logging.getLogger("kvboost.serve")
 
@@ -185,61 +183,12 @@ def _level(scope: Scope) -> int:
     return logging.DEBUG if scope["state"].get("route") in _PROBES else logging.INFO
 
 
-class Tracing:
-    """Opens a span for each POST to a listed path and ends it with the response. Runs after the gate."""
-
-    def __init__(self, app: ASGIApp, *, paths: Collection[str]) -> None:
-        self._app, self._paths = app, paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, in a span if tracing is enabled."""
-        wanted = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._paths
-        if not wanted or not is_enabled():
-            await self._app(scope, receive, send)
-            return
-        from opentelemetry import trace
-
-        span = _opened(scope)
-
-        async def watched(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                span.set_attribute("http.response.status_code", message["status"])
-                if message["status"] >= _SERVER_FAILED:
-                    span.set_status(trace.StatusCode.ERROR)
-            await send(message)
-
-        # An exception's message may hold a client's text; only its type is recorded.
-        with trace.use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
-            try:
-                await self._app(scope, receive, watched)
-            except BaseException as error:
-                span.set_attribute("error.type", type(error).__qualname__)
-                span.set_status(trace.StatusCode.ERROR)
-                raise
-
-
 def is_enabled() -> bool:
     """Whether the process has set a provider: then it has imported OpenTelemetry, so that this need not."""
     api = sys.modules.get("opentelemetry.trace")
     if api is None:
         return False
     return not isinstance(api.get_tracer_provider(), api.ProxyTracerProvider | api.NoOpTracerProvider)
-
-
-def _opened(scope: Scope) -> Span:
-    """A span of the trace the client is in, or of the one that an instrumented server has opened around us."""
-    from opentelemetry import propagate, trace
-
-    context, kind = None, trace.SpanKind.INTERNAL
-    if not trace.get_current_span().get_span_context().is_valid:
-        carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        context, kind = propagate.extract(carrier), trace.SpanKind.SERVER
-    return trace.get_tracer("kvboost").start_span(
-        f"POST {scope['path']}",
-        context=context,
-        kind=kind,
-        attributes={"http.request.method": "POST", "http.route": scope["path"]},
-    )
 
 
 def describe_span(

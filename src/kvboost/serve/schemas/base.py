@@ -136,10 +136,15 @@ class CacheControl(Body):
     """Marks the end of a part as a place to cut, as Anthropic's clients write it."""
 
     type: Literal["ephemeral"]
-    ttl: Annotated[Literal["5m", "1h"] | None, NO_EFFECT] = None
-    """What stays is decided by use."""
+    ttl: Literal["5m", "1h"] | None = None
+    """How long what lies before it is held; if left out, 5 minutes."""
     scope: Annotated[Annotated[str, Field(max_length=64)] | None, NO_EFFECT] = None
     """Each key has a cache of its own."""
+
+    @property
+    def seconds(self) -> int:
+        """The same in seconds."""
+        return 3600 if self.ttl == "1h" else 300
 
 
 class TextPart(Body):
@@ -150,13 +155,9 @@ class TextPart(Body):
     cache_control: CacheControl | None = None
 
 
-def _text_or_list(content: Any) -> str:
-    return "str" if isinstance(content, str) else "list[part]"
-
-
 TextOr = Annotated[
     Annotated[Text, Tag("str")] | Annotated[Listed[_T], Tag("list[part]")],
-    Discriminator(_text_or_list),
+    Discriminator(lambda content: "str" if isinstance(content, str) else "list[part]"),
 ]
 """A text, or a list of parts. The tags are what refusals leave out of a field's name: no client has written them."""
 
@@ -201,15 +202,11 @@ def _is_part(value: Any) -> Any:
     return value
 
 
-def _kind_of_content(value: Any) -> str | None:
-    return "Text" if isinstance(value, str) else "Parts" if isinstance(value, list) else None
-
-
 Part = Annotated[TextPart, BeforeValidator(_is_part), text_only(_OTHER_PARTS)]
 MessageContent = Annotated[
     Annotated[Text, Tag("Text")] | Annotated[list[Part], Field(fail_fast=True), Tag("Parts")],
     Discriminator(
-        _kind_of_content,
+        lambda value: "Text" if isinstance(value, str) else "Parts" if isinstance(value, list) else None,
         custom_error_type="no_content",
         custom_error_message="expected a text or a list of parts; " + _EXPECTED,
     ),

@@ -68,7 +68,6 @@ class Choices(SamplingBody):
     store: Inert = None
     service_tier: Inert = None
     safety_identifier: Inert = None
-    prompt_cache_retention: Inert = None
     prompt_cache_options: Inert = None
 
     @property
@@ -83,6 +82,8 @@ class ChatRequest(Choices):
     messages: Messages
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    """In memory is where a prompt is found again anyhow; clients write it both ways."""
     prompt_logprobs: Annotated[None, unsupported("give the ids that /tokenize makes of it to /v1/completions")] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -112,10 +113,11 @@ class CompletionRequest(Choices):
     ]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     """0 for the log-probabilities of a prompt alone."""
-    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=5, strict=True)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     """As in vLLM: of each token of the prompt, and of so many of the likeliest ones in its place."""
     echo: bool | None = None
+    prompt_cache_retention: Inert = None
     best_of: Annotated[None, unsupported("ask for n choices with logprobs and take the best")] = None
     suffix: Annotated[None, unsupported("write the prompt as your model expects it to be filled in")] = None
 

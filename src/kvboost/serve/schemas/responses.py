@@ -178,6 +178,6 @@ class ResponsesRequest(SamplingBody):
     """These three come back in the response."""
     safety_identifier: Inert = None
     service_tier: Inert = None
-    prompt_cache_retention: Inert = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     include: Annotated[list[Literal["reasoning.encrypted_content"]] | None, NO_EFFECT] = None
     stream_options: ResponsesStreamOptions | None = None

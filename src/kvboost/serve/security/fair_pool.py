@@ -155,10 +155,14 @@ class FairPool:
 
         It comes before the tenant's other work, without a rest, and is done also if nobody waits for it any more.
         """
+        return await asyncio.wrap_future(self.start(tenant, work, *arguments, **keywords))
+
+    def start(self, tenant: str, work: Callable[..., T], /, *arguments: Any, **keywords: Any) -> Future[T]:
+        """The same for work that nobody has to wait for."""
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
         self._add(tenant, _Entry(future, partial(work, *arguments, **keywords), None))
-        return await asyncio.wrap_future(future)
+        return future
 
     def _add(self, tenant: str, entry: _Entry) -> None:
         with self._changed:

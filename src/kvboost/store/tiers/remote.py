@@ -78,59 +78,6 @@ class Call(Future[T]):
             self.set_result(result)
 
 
-class Calls:
-    """Some threads and what waits for them. Thread-safe."""
-
-    def __init__(self, threads: int, *, name: str) -> None:
-        self._limit, self._name = threads, name
-        self._lock = threading.Lock()
-        self._threads: list[threading.Thread] = []
-        self._waiting: SimpleQueue[Call[Any] | None] = SimpleQueue()
-        self._running: dict[int, Call[Any]] = {}
-
-    @property
-    def is_stuck(self) -> bool:
-        """Whether a call hangs."""
-        return any(call.is_overdue for call in list(self._running.values()))
-
-    def submit(self, work: Callable[[Call[T]], T], *, seconds: float) -> Call[T]:
-        """Have some work done in its turn, which may take ``seconds`` from then on. Raises RuntimeError if no thread
-        can be started and there is none."""
-        call = Call(work, seconds=seconds)
-        with self._lock:
-            if len(self._threads) < self._limit:
-                arguments = (self._waiting, self._running)  # not self: a thread must not keep it alive
-                name = f"{self._name}-{len(self._threads)}"
-                thread = threading.Thread(target=_serve, args=arguments, name=name, daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError:
-                    if not self._threads:
-                        raise
-                else:
-                    self._threads.append(thread)
-        self._waiting.put(call)
-        return call
-
-    def close(self) -> None:
-        """Do nothing more. What is under way goes on."""
-        try:
-            while (call := self._waiting.get_nowait()) is not None:
-                call.give_up()
-        except Empty:
-            pass
-        for _ in range(self._limit):
-            self._waiting.put(None)
-
-    def join(self) -> None:
-        """Wait until nothing is under way, after it was closed."""
-        for thread in self._threads:
-            thread.join()
-
-    def __del__(self) -> None:
-        self.close()
-
-
 def _serve(waiting: SimpleQueue[Call[Any] | None], running: dict[int, Call[Any]]) -> None:
     own = threading.get_ident()
     while (call := waiting.get()) is not None:
@@ -235,7 +182,7 @@ class Deadline:
 
 
 class Guard:
-    """Calls of one server or library, behind a breaker. Thread-safe."""
+    """Calls of one server or library in some threads, behind a breaker. Thread-safe."""
 
     def __init__(
         self,
@@ -248,22 +195,36 @@ class Guard:
     ) -> None:
         """``failed`` is called when the server is left alone."""
         self.patience, self.breaker = patience, breaker
-        self._calls = Calls(threads, name=name)
-        self._failed = failed
+        self._failed, self._limit, self._name = failed, threads, name
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._waiting: SimpleQueue[Call[Any] | None] = SimpleQueue()
+        self._running: dict[int, Call[Any]] = {}
 
     @property
     def is_stuck(self) -> bool:
         """Whether a call hangs."""
-        return self._calls.is_stuck
+        return any(call.is_overdue for call in list(self._running.values()))
 
     def submit(self, work: Callable[[Call[T]], T], *, nbytes: int = 0, seconds: float | None = None) -> Call[T]:
-        """Begin a call that transfers so many bytes and may take ``seconds`` beside them. Raises UnavailableError."""
+        """Begin a call that transfers so many bytes and may take ``seconds`` beside them. Raises UnavailableError if no
+        thread can be started and there is none."""
         allowed = self.patience.timeout_s if seconds is None else seconds
-        try:
-            call = self._calls.submit(work, seconds=allowed + self.patience.seconds(nbytes))
-        except RuntimeError as error:  # the machine has no thread for us
-            raise UnavailableError(error) from error
+        call = Call(work, seconds=allowed + self.patience.seconds(nbytes))
         call.nbytes = nbytes
+        with self._lock:
+            if len(self._threads) < self._limit:
+                arguments = (self._waiting, self._running)  # not self: a thread must not keep it alive
+                name = f"{self._name}-{len(self._threads)}"
+                thread = threading.Thread(target=_serve, args=arguments, name=name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    if not self._threads:
+                        raise UnavailableError(error) from error
+                else:
+                    self._threads.append(thread)
+        self._waiting.put(call)
         return call
 
     def done(self, work: Callable[[], T], *, seconds: float, nbytes: int = 0) -> T:
@@ -323,10 +284,23 @@ class Guard:
         return UnavailableError(None if was_known else error)
 
     def close(self) -> None:
-        """Do nothing more."""
+        """Do nothing more. What is under way goes on."""
         self.breaker.close()
-        self._calls.close()
+        self._end()
 
     def join(self) -> None:
         """Wait until nothing is under way, after it was closed."""
-        self._calls.join()
+        for thread in self._threads:
+            thread.join()
+
+    def __del__(self) -> None:  # not close(): it takes a lock, which this thread may hold
+        self._end()
+
+    def _end(self) -> None:
+        try:
+            while (call := self._waiting.get_nowait()) is not None:
+                call.give_up()
+        except Empty:
+            pass
+        for _ in range(self._limit):
+            self._waiting.put(None)

@@ -273,10 +273,6 @@ class DiskTier(RecordTier[Directory]):
     def _totals(self) -> tuple[int, int]:
         return self._with_index(lambda index: (index.totals().chunks, index.totals().bytes), (0, 0))
 
-    def directory_bytes(self) -> int:
-        """What all namespaces in the directory take of the budget, by the index."""
-        return self._with_index(lambda index: index.totals(whole=True).bytes, 0)
-
     def close(self) -> None:
         """Write down recency, and close the directory if it was opened for this tier. What was stored stays."""
         self._with_index(self._write_uses, None)
