@@ -396,24 +396,26 @@ def test_inference_mode_leaves_nothing_that_others_cannot_write(family: str, tin
         assert len(attached.engine.score(PROMPT, [[5, 6]])) == 1
 
 
-def test_dropout_is_drawn_for_every_call(tiny: Tiny) -> None:
+@pytest.mark.parametrize("name", ["attention_dropout", "dropout", "resid_pdrop"])
+def test_dropout_is_drawn_for_every_call(name: str, tiny: Tiny) -> None:
     model = copy.deepcopy(tiny("llama"))
     with kvboost.attach(model) as attached:
         model.generate(torch.tensor([PROMPT]), **_GREEDY)
         before = attached.engine.cache_stats()
         model.train()
-        model.config.attention_dropout = 0.1
+        setattr(model.config, name, 0.1)
         model.generate(torch.tensor([PROMPT]), **_GREEDY)
         assert attached.engine.cache_stats() == before
 
 
-def test_a_closed_engine_is_nobodys(tiny: Tiny) -> None:
+def test_a_closed_engine_reads_nothing(tiny: Tiny) -> None:
     model = copy.deepcopy(tiny("llama"))
     first = kvboost.attach(model)
     kept = model.generate
     model.kvboost.close()
     answer = kept(torch.tensor([PROMPT]), **_GREEDY)
     assert first.engine.cache_stats()["hot_chunks"] == 0
+    first.detach()
     with kvboost.attach(model):
         assert torch.equal(model.generate(torch.tensor([PROMPT]), **_GREEDY), answer)
 

@@ -132,6 +132,8 @@ def test_answers_follow_their_schemas_and_others_are_as_without(tiny: Tiny) -> N
         for result in engine.map(_PROMPTS, progress=False, schema=_ANSWER, window=4, **free):
             validate(json.loads(result.output_text), _ANSWER)
             assert result.finish_reason == "stop"
+        (result,) = engine.map(_PROMPTS[:1], progress=False, schema=_ANSWER, eos_token_id=5, **free)
+        assert result.finish_reason == "stop", "the end that a schema allows is not the caller's only"
         mixed: list[Any] = [
             (prompt, {"schema": _Yes, "max_new_tokens": 64}) if n % 2 else (prompt, {"schema": None})
             for n, prompt in enumerate(_PROMPTS)

@@ -39,6 +39,7 @@ from kvboost.hf.generate import (
     speculates,
     with_padding,
 )
+from kvboost.hf.runner import in_this_thread
 from kvboost.types import GenerationMode
 
 _log = logging.getLogger(__name__)
@@ -53,10 +54,8 @@ def attach(model: Any, tokenizer: Any = None, **settings: Any) -> Attached:
     (``inputs_embeds``, a cache of the caller's, images) is passed on untouched. The engine is at ``model.kvboost``.
     ``detach()``, or leaving the ``with`` block, gives the model its own ``generate`` back and closes the engine.
     """
-    # A copy of an attached model is not attached, nor is one whose engine was closed.
-    engine: Any = getattr(model, "kvboost", None)
-    if getattr(engine, "model", None) is model and not engine.parts.closed:
-        raise ConfigError("this model is attached already; its engine is model.kvboost")
+    if getattr(getattr(model, "kvboost", None), "model", None) is model:  # a copy of an attached model is not attached
+        raise ConfigError("this model is attached already; its engine is model.kvboost, and detach() ends that")
     return Attached(KVBoost(model, tokenizer, **settings))
 
 
@@ -218,13 +217,14 @@ class _Generate:
         def now() -> tuple[torch.dtype, bool]:
             return torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
 
-        asked = (forward, now())
-        if self._beneath_forward is None or self._beneath_forward[0] != asked:
+        asked, known = (forward, now()), self._beneath_forward
+        if known is None or known[0] != asked:
             seen: list[tuple[torch.dtype, bool]] = []
-            with self._model.get_input_embeddings().register_forward_pre_hook(lambda *_: seen.append(now())):
+            hook = in_this_thread(lambda *_: seen.append(now()))
+            with self._model.get_input_embeddings().register_forward_pre_hook(hook):
                 runner.decode(0, None)
-            self._beneath_forward = asked, seen[0]
-        return torch.autocast(kind, *self._beneath_forward[1])
+            known = self._beneath_forward = asked, seen[0]
+        return torch.autocast(kind, *known[1])
 
     def _single(self, session: Session, tokens: list[int], options: dict[str, Any]) -> Any:
         """One prompt, as the engine generates."""

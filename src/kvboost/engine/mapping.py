@@ -51,7 +51,9 @@ def requests_of(
                 if allowed is not None:
                     raise ConfigError("schema and prefix_allowed_tokens_fn both say what may come next; give one")
                 given["prefix_allowed_tokens_fn"] = parts.matchers.allowed_after(len(tokens), schema)
-                given.setdefault("eos_token_id", parts.matchers.end_token_ids or None)
+                own_ends = given.get("eos_token_id") or ()
+                ends_with = {*parts.matchers.end_token_ids, *([own_ends] if isinstance(own_ends, int) else own_ends)}
+                given["eos_token_id"] = sorted(ends_with) or None
             yield parts.generator.request(tokens, given, boundaries=ends, adapter=adapter)
         except KVBoostError as error:
             raise type(error)(f"prompt {number}: {error}") from error

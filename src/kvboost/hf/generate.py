@@ -191,8 +191,9 @@ def own_generate(model: Any) -> Any:
 
 def has_dropout(model: Any) -> bool:
     """Whether a forward in training mode draws random numbers."""
-    names = ("attention_dropout", "attn_dropout", "attn_pdrop")
-    return any(getattr(model.config, name, 0) for name in names) or any(
+    config = model.config.get_text_config()
+    told = [value for name, value in vars(config).items() if name.endswith(("dropout", "pdrop", "layerdrop"))]
+    return any(isinstance(value, float) and value > 0 for value in told) or any(
         isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules()
     )
 
@@ -220,7 +221,7 @@ def _why_not_resumed(model: Any, arguments: dict[str, Any]) -> str | None:
 def reads_prompt_again(model: Any, arguments: dict[str, Any]) -> str | None:
     """Why ``generate`` cannot continue from a cache with these arguments, or None if it can."""
     for name in _REREADS_PROMPT:
-        if setting(model, arguments, name):
+        if (given := setting(model, arguments, name)) and not (name == "num_beam_groups" and given == 1):
             return f"with {name}, Transformers feeds the whole prompt again, whatever a cache already holds"
     return _why_not_resumed(model, arguments) if speculates(model, arguments) else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from random import Random
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvboost import KVBoost
 from kvboost.engine import pinning
 from kvboost.hf.sampling import Sampling
+from kvboost.serve.generation import holding
 from kvboost.serve.generation.prompts import Hold
 from kvboost.serve.generation.requests import GenerationRequest
 from kvboost.serve.security.auth import Caller, Keys
@@ -204,6 +206,26 @@ def test_what_fails_while_it_is_held_is_counted_and_the_answer_is_whole(
     monkeypatch.setattr(running.engine.pins, "add", broken)
     _read(http, _messages(_new_text(), ttl="1h"))
     assert _outcomes(running) == (0, 1)
+
+
+def test_a_forward_and_a_pin_do_not_wait_for_each_other(running: Running, http: httpx.Client) -> None:
+    text = _new_text()
+    _read(http, _messages(text))
+    with running.engine.parts.running():  # as in a step
+        _read(http, _messages(text, ttl="5m"))
+        assert _outcomes(running) == (1, 0)
+
+
+def test_what_waits_too_long_or_holds_too_little_is_counted_as_failed(
+    running: Running, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = running.engine.pins.add
+    monkeypatch.setattr(running.engine.pins, "add", lambda *args, **given: replace(add(*args, **given), tokens=16))
+    _read(http, _messages(_new_text(), ttl="1h"))
+    assert _outcomes(running) == (0, 1)
+    monkeypatch.setattr(holding, "_MAX_WAITING", 0)
+    _read(http, _messages(_new_text(), ttl="1h"))
+    assert _outcomes(running) == (0, 2)
 
 
 def test_the_states_of_recurrent_layers_are_held(start_server: Callable[..., Running]) -> None:

@@ -13,11 +13,14 @@ from kvboost.core.keys import token_array
 from kvboost.engine import KVBoost
 from kvboost.errors import CapacityError, ConfigError
 from kvboost.failures import log_failure
+from kvboost.hf.adapters import AS_SET
 from kvboost.serve.errors import ApiError
 from kvboost.serve.generation.prompts import Hold
 from kvboost.serve.generation.requests import GenerationRequest
 from kvboost.serve.observability.metrics import Metrics
 from kvboost.serve.security.fair_pool import FairPool
+
+_MAX_WAITING = 256  # a slow tier must not make prompts pile up
 
 _log = logging.getLogger("kvboost.serve")
 
@@ -32,6 +35,9 @@ class ClientPins:
     def start(self, request: GenerationRequest, *, adapter: str | None) -> None:
         """Begin to hold what this request asked for of its prompt. Returns at once."""
         for hold in request.holds:
+            if self._pool.waiting >= _MAX_WAITING:
+                self._failed(CapacityError("too many others wait to be held"))
+                continue
             try:
                 self._pool.start(request.caller.tenant, self._add, hold, request, adapter)
             except ApiError as error:  # no thread left; the answer is the client's all the same
@@ -48,8 +54,8 @@ class ClientPins:
             return  # its key was revoked, and its memory released
         digest = sha256(token_array(ids[: hold.tokens]).tobytes()).hexdigest()
         try:
-            with engine.parts.running(adapter):  # keys are those of the model as it is now
-                engine.pins.add(
+            with engine.parts.running(adapter or AS_SET):  # keys are those of the model as it is now
+                pin = engine.pins.add(
                     engine.session,
                     ids[: hold.tokens + 1],  # a hit ends before the last token of a prompt
                     boundaries=[boundary for boundary in boundaries if boundary <= hold.tokens],
@@ -61,7 +67,8 @@ class ClientPins:
         except Exception as error:  # noqa: BLE001 - counted and logged; the client has its answer
             self._failed(error)
         else:
-            self._metrics.held(True)
+            # A full store may have refused the rest, and a pin of so little saves nobody anything.
+            self._metrics.held(2 * pin.tokens >= hold.tokens)
 
     def _failed(self, error: Exception) -> None:
         if isinstance(error, ApiError | CapacityError | ConfigError):

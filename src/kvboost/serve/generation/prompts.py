@@ -232,6 +232,7 @@ class ChatPrompts:
                     length = len(self._decode(ids))
                     splices.append((found, ids, length))
                     position = found + length
+                    marks += [(min(found + mark, position), seconds) for mark, seconds in turn.marks]
                     ends.append(position)
                     continue
             # A message that the template rewrites is searched for up to the end: many of them would take seconds.
