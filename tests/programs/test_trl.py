@@ -78,8 +78,8 @@ def test_a_group_reads_its_prompt_once_and_a_step_makes_it_new(tmp_path: Path, b
     length = len(_PROMPT)
     decoding = [(_GROUP, 1, length + number) for number in range(_NEW - 1)]
     assert plain.forwards == [(_GROUP, length, 0), *decoding] * _STEPS
-    # The last token of the prompt is read for each sample. (The first forward finds out about autocast.)
-    group = [(1, 1, 0), (1, length - 1, 0), (_GROUP, 1, length - 1), *decoding]
-    assert attached.forwards == group * _STEPS
+    # The last token of the prompt is read for each sample. (The very first forward finds out about autocast.)
+    group = [(1, length - 1, 0), (_GROUP, 1, length - 1), *decoding]
+    assert attached.forwards == [(1, 1, 0), *group * _STEPS]
     assert attached.samples == plain.samples
     assert len(attached.digests) == _STEPS

@@ -45,7 +45,7 @@ def map_file(
     name, (done, whole) = model_name(model), answered(answers)
     count = sum(line.id not in done for line in read_lines(prompts, model_name=name))
     if not count:
-        note(f"all {len(done)} lines are answered in {answers}")
+        note(f"all lines of {prompts} are answered in {answers}")
         return
     if answers.exists():  # by now both files are what they should be
         os.truncate(answers, whole)

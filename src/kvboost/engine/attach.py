@@ -145,7 +145,7 @@ class _Generate:
             if reason is None or reason in self._said:
                 return
             self._said.add(reason)
-        _log.log(level, "generate runs without reuse: %s", reason)
+        _log.log(level, "kvboost: generate runs without reuse: %s", reason)
 
     def _rows_and_options(self, arguments: dict[str, Any]) -> tuple[_Rows | None, dict[str, Any], str | None]:
         """The prompts and all other arguments, or why the prompts cannot be told."""

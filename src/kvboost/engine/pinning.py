@@ -107,10 +107,10 @@ class Pins:
         clients = [one for one in pins if one.client]
         room = min(limit // 2, limit - held)
         if room < (pin.nbytes if pin.client else 0):
+            what, most = ("clients' pins", limit // 2) if pin.client else ("contexts and pins", limit)
             raise CapacityError(
-                f"contexts and pins may hold {limit:,} bytes, half of the memory, and clients' pins half of that; "
-                f"{sum(one.nbytes for one in others):,} are held, this one needs {pin.nbytes:,} or more; drop a "
-                "context, unpin something, or raise cache_bytes"
+                f"{what} may hold {most:,} bytes of memory; all hold {sum(one.nbytes for one in others):,} now, "
+                f"this one needs {pin.nbytes:,} or more; drop a context, unpin something, or raise cache_bytes"
             )
         gone: list[Pin] = []
         while sum(one.nbytes for one in clients) > room:

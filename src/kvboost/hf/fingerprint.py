@@ -185,7 +185,7 @@ class ModelIdentity:
         """Derived from ``state`` alone, except for the weights' bytes."""
         if (now := _place_and_type(self._model)) != self._made_for:
             raise MovedModelError(
-                f"this engine was made around a model of {self._made_for}, which is {now} now; make a new engine"
+                f"this engine is of {self._made_for}, which is {now} now; make a new engine (or detach and attach)"
             )
         owned = weights_by_owner(self._model)
         config, rope = self._config_and_rope
