@@ -271,7 +271,7 @@ class Service:
                 )
 
     def _hold(self, answer: Answer) -> None:
-        """Hold what the client asked for, if its prompt was stored: with the first token it is."""
+        """Hold what the client asked for, if its prompt was read."""
         if answer.new_tokens:
             model = answer.request.model
             self.client_pins.start(answer.request, adapter=model if model in self.adapters else None)
