@@ -129,7 +129,7 @@ class RecomputeRunner:
             running = _Pass(cache, part, choose, partial(spread, begin=begin, end=end) if spread else None)
             inputs = torch.stack([part, ids[part]]).to(self._runner.device)  # in one copy
             rewriting = cache.rewriting(inputs[0], watch=watch, spread=running.spread_of(part))
-            with self._running(running), rewriting, attending(BlockedAttention(running.reaching), self._model):
+            with self._running(running), rewriting, attending(BlockedAttention(running.reaching)):
                 last = self._runner.run(
                     inputs[1:],
                     cache,
@@ -157,7 +157,7 @@ class RecomputeRunner:
         try:
             with (
                 self._running(_Pass(cache, torch.arange(count))),
-                attending(tap, self._model),
+                attending(tap),
                 EagerTap(tap, keys=start + count),
             ):
                 self._runner.run(

@@ -24,14 +24,13 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
@@ -57,8 +56,7 @@ class UnsupportedAttentionError(Exception):
 class Call:
     """What Transformers asks for: one layer's attention of queries [batch, heads, rows, dim]."""
 
-    module: torch.nn.Module | None
-    """None for a model that calls torch's kernel itself."""
+    module: torch.nn.Module
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
@@ -98,18 +96,16 @@ _active = _Active()
 
 
 @contextmanager
-def attending(plan: Plan, model: Any = None) -> Iterator[None]:
+def attending(plan: Plan) -> Iterator[None]:
     """Within this block the attention of models in this thread follows ``plan``.
 
-    With a ``model`` that does not use Transformers' interface, such as Falcon, its own calls of torch's kernel do.
-    Where somebody registered an attention or a mask of their own, nothing follows it; who must be followed checks it.
+    Where a model does not use Transformers' interface, or somebody registered an attention or a mask of their own,
+    nothing follows it; who must be followed checks it.
     """
-    direct = model is not None and not getattr(model, "_supports_attention_backend", False)
     before = _active.plan
-    _active.plan = plan if _is_registered() or direct else None
+    _active.plan = plan if _is_registered() else None
     try:
-        with _DirectCalls() if direct else nullcontext():
-            yield
+        yield
     finally:
         _active.plan = before
 
@@ -131,32 +127,6 @@ def _follow(plan: Plan, call: Call) -> torch.Tensor:
         return plan.attend(call)
     finally:
         _active.plan = plan
-
-
-class _DirectCalls(TorchFunctionMode):
-    """Brings calls of torch's kernel to this thread's plan."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs, plan = kwargs or {}, _active.plan
-        if func is not torch.nn.functional.scaled_dot_product_attention or plan is None:
-            return func(*args, **kwargs)
-
-        def call_of(
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            attn_mask: torch.Tensor | None = None,
-            dropout_p: float = 0.0,
-            is_causal: bool = False,
-            scale: float | None = None,
-            enable_gqa: bool = False,
-        ) -> Call:
-            options = {"scaling": scale, "dropout": dropout_p}
-            return Call(None, query, key, value, attn_mask, options, lambda: func(*args, **kwargs).transpose(1, 2))
-
-        return _follow(plan, call_of(*args, **kwargs)).transpose(1, 2)
 
 
 def registered(name: str) -> tuple[Any, ...]:

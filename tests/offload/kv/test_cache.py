@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import FalconConfig, FalconForCausalLM
 from transformers.cache_utils import DynamicCache
 
 from kvboost.direct_io import PAGE, up_to_page
@@ -171,19 +170,6 @@ def test_a_window_reads_only_what_it_sees() -> None:
             logits(of, cache, steps(200, [100, 90]))
             moved.append(cache.ledger)
     assert moved[0].read_bytes < 0.75 * moved[1].read_bytes  # one layer of two has a window of 16
-
-
-def test_a_model_that_calls_the_kernel_itself_is_paged_too() -> None:
-    """Falcon does not use Transformers' interface for attention."""
-    torch.manual_seed(3)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97}
-    model = FalconForCausalLM(FalconConfig(**sizes, alibi=False, bias=False)).eval()
-    assert not model._supports_attention_backend
-    layout = probe_paging(model)
-    with PagedCache(model, kv_bytes=budget_of(layout, 8, spare=0), block_tokens=8, layout=layout) as cache:
-        found = logits(model, cache, steps(120, [40, 40]))
-        assert cache.ledger.read_bytes
-    assert_close(found, logits(model, DynamicCache(), steps(120, [40, 40])))
 
 
 @given(left=st.integers(0, 60), windows=st.lists(st.sampled_from([None, 5, 16, 64]), min_size=1, max_size=8))
