@@ -69,7 +69,8 @@ class ModelShape:
     masks: bool = True
     """Whether its attention is torch's kernel with a mask, for which shared keys are repeated (sdpa)."""
     tiled: bool = False
-    """Whether it runs in tiles: then only layers with a window have a mask, and no keys are repeated."""
+    """Whether it runs in tiles, or needs no mask on its accelerator: only layers with a window have one, and no keys
+    are repeated."""
     max_positions: int | None = None
     on_host: bool = True
     """Whether it runs on the CPU, where memory counts from when it is first written to."""

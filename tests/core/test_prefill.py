@@ -198,7 +198,7 @@ def test_a_refused_chunk_ends_storing(run: Prefiller) -> None:
 
 
 def test_a_lossy_codec_stores_nothing_bitwise(run: Prefiller) -> None:
-    codec: Any = SimpleNamespace(pack=run.codec.pack, place=run.codec.place, lossless=False)
+    codec: Any = SimpleNamespace(pack_each=run.codec.pack_each, place_each=run.codec.place_each, lossless=False)
     read(replace(run, codec=codec), _TEXT)
     with run.open([*_TEXT, 5]) as state:
         assert state.plan.exact_tokens == 100

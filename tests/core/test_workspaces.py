@@ -89,7 +89,7 @@ class Workspaces:
 def test_the_end_of_another_prompt_is_placed_over_a_chunk_that_the_workspace_holds() -> None:
     """A tier delivers the first chunk; the second was evicted, and a longer piece is stored in its place."""
     placed: list[tuple[int, bytes]] = []
-    codec: Any = SimpleNamespace(place=lambda cache, start, tensors: placed.append((start, tensors)))
+    codec: Any = SimpleNamespace(place_each=lambda cache, blocks: placed.extend(blocks))
     pool: Any = Workspaces(b"one", b"two")
     first, second, longer = chunk(0, 96, b"one"), chunk(96, 110, b"two"), chunk(96, 120, b"longer")
     loader = KVLoader([first, second], tokens=200, codec=codec, pool=pool)
@@ -100,7 +100,7 @@ def test_the_end_of_another_prompt_is_placed_over_a_chunk_that_the_workspace_hol
 
 def test_what_a_workspace_holds_is_not_placed_again() -> None:
     placed: list[tuple[int, bytes]] = []
-    codec: Any = SimpleNamespace(place=lambda cache, start, tensors: placed.append((start, tensors)))
+    codec: Any = SimpleNamespace(place_each=lambda cache, blocks: placed.extend(blocks))
     pool: Any = Workspaces(b"one")
     chunks = [chunk(0, 96, b"one"), chunk(96, 110, b"two")]
     KVLoader(chunks, tokens=200, codec=codec, pool=pool).finish([block(b"one"), block(b"two")], chunks)

@@ -80,7 +80,7 @@ class World:
             job.read = next((i for i, key in enumerate(job.chain) if key not in self.stored), len(job.chain))
             self.scheduler.opened(number, available=job.read, will_provide=len(job.chain), steps=self.left(job))
         used = 0
-        while numbers := self.scheduler.next_prefill(used=used):
+        while numbers := self.scheduler.next_prefill(used=used, budget=self.settings.chunk_budget):
             jobs = [self.live[number] for number in numbers]
             assert len(jobs) == 1 or all(len(self.left(job)) == 1 for job in jobs), "only last steps run together"
             rows = sum(self.left(job)[0] for job in jobs)
@@ -217,7 +217,7 @@ def test_short_prompts_go_first_but_not_for_ever() -> None:
         assert scheduler.admit() == number
         scheduler.opened(number, available=0, will_provide=0, steps=[2, 2] if number == 0 else [2])
     order = []
-    while numbers := scheduler.next_prefill(used=_CHUNK - 2):  # room for one of them
+    while numbers := scheduler.next_prefill(used=_CHUNK - 2, budget=_CHUNK):  # room for one of them
         order.extend(numbers)
         [number] = numbers
         left = [2] if number == 0 and order.count(0) == 1 else []
@@ -233,7 +233,7 @@ def test_long_prompts_are_not_passed_by_more_short_ones_because_those_run_togeth
         scheduler.opened(number, available=0, will_provide=0, steps=[16, 16] if number == 0 else [4])
     order: list[int] = []
     while 0 not in order:
-        order += scheduler.next_prefill(used=0)
+        order += scheduler.next_prefill(used=0, budget=scheduler.limits.chunk_budget)
         for number in order:
             scheduler.prefilled(number, available=0, steps=[])
     assert len(order) - 1 == _READS_PASSED, "two steps of four"
@@ -244,7 +244,7 @@ def test_a_joint_step_is_no_longer_than_memory_was_planned_for() -> None:
     for number in range(4):
         assert scheduler.add(tenant="", nbytes=1, chain=[]) == scheduler.admit() == number
         scheduler.opened(number, available=0, will_provide=0, steps=[3])
-    assert scheduler.next_prefill(used=0) == [0, 1]
+    assert scheduler.next_prefill(used=0, budget=scheduler.limits.chunk_budget) == [0, 1]
 
 
 def test_last_steps_that_fit_the_budget_run_together() -> None:
@@ -253,13 +253,17 @@ def test_last_steps_that_fit_the_budget_run_together() -> None:
     for number, each in enumerate(steps):
         assert scheduler.add(tenant="", nbytes=1, chain=[]) == scheduler.admit() == number
         scheduler.opened(number, available=0, will_provide=0, steps=each)
-    assert scheduler.next_prefill(used=0) == [4, 0, 3], "2 + 3 + 4 tokens, and the next shortest has 9"
+    assert scheduler.next_prefill(used=0, budget=scheduler.limits.chunk_budget) == [4, 0, 3], (
+        "2 + 3 + 4 tokens, and the next shortest has 9"
+    )
     for number in (4, 0, 3):
         scheduler.prefilled(number, available=0, steps=[])
-    assert scheduler.next_prefill(used=9) == []
-    assert scheduler.next_prefill(used=0) == [2]
+    assert scheduler.next_prefill(used=9, budget=scheduler.limits.chunk_budget) == []
+    assert scheduler.next_prefill(used=0, budget=scheduler.limits.chunk_budget) == [2]
     scheduler.prefilled(2, available=0, steps=[])
-    assert scheduler.next_prefill(used=0) == [1], "a step that is not the last runs alone"
+    assert scheduler.next_prefill(used=0, budget=scheduler.limits.chunk_budget) == [1], (
+        "a step that is not the last runs alone"
+    )
 
 
 def test_what_can_never_fit_and_what_is_too_much_is_refused() -> None:

@@ -5,7 +5,7 @@ Implemented by :mod:`kvboost.hf`. Invariant: core imports nothing of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -84,8 +84,16 @@ class Codec(Protocol):
         """The tensors to store, for a span that began at ``start``."""
         ...
 
+    def pack_each(self, cache: Any, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[torch.Tensor, ...]]:
+        """The tensors to store of each of these spans, which follow one another, copied when asked for."""
+        ...
+
     def place(self, cache: Any, start: int, packed: Sequence[torch.Tensor]) -> None:
         """Unpack into the positions of ``cache`` from ``start`` on."""
+        ...
+
+    def place_each(self, cache: Any, blocks: Sequence[tuple[int, Sequence[torch.Tensor]]]) -> None:
+        """Unpack each of these, from its own position on."""
         ...
 
     def unpack(self, packed: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -88,6 +88,12 @@ class CostModel:
             fixed_tokens, per_token = self._solve()
             return per_token * (tokens + fixed_tokens * forwards)
 
+    def tokens_within(self, seconds: float) -> int | None:
+        """Tokens that one forward should compute in this time; None before anything was observed."""
+        with self._lock:
+            fixed_tokens, per_token = self._solve()
+            return max(0, int(seconds / per_token - fixed_tokens)) if self._rr else None
+
     def reposition_seconds(self, tokens: int) -> float:
         """Expected time of repositioning ``tokens`` tokens."""
         with self._lock:

@@ -7,7 +7,7 @@ an exact key, and only behind KV that came from such steps itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -324,7 +324,8 @@ class Prefiller:
         new, stored = 0, []
         for index, chunk in enumerate(chunks):
             if chunk.end > state.num_committed:
-                outcome = self._put(state, chunk, context=context_before(chunks, index), bitwise=False)
+                packed = self.codec.pack_each(state.cache, [(chunk.start, chunk.end)])
+                outcome = self._put(chunk, packed, context=context_before(chunks, index), bitwise=False)
                 if outcome is PutOutcome.REFUSED:
                     break  # what follows could not be reached without it
                 new += outcome is PutOutcome.STORED
@@ -334,6 +335,9 @@ class Prefiller:
 
     def _store_exact(self, state: PrefillState) -> None:
         chunks = state.prompt.stored
+        known = max(state.num_committed, state.hits.own_tokens)
+        new = [(chunk.start, chunk.end) for chunk in chunks if known < chunk.end <= state.num_exact]
+        packed = self.codec.pack_each(state.cache, new)
         for index, chunk in enumerate(chunks):
             if chunk.end > state.num_exact:
                 break
@@ -344,7 +348,7 @@ class Prefiller:
                 continue
             context = context_before(chunks, index)
             bitwise = state.hits.bitwise and state.rule.is_bitwise
-            outcome = self._put(state, chunk, context=context, bitwise=bitwise)
+            outcome = self._put(chunk, packed, context=context, bitwise=bitwise)
             if outcome is PutOutcome.REFUSED:
                 break  # what follows could not be reached without it
             state.committed(chunk.end, new=outcome is PutOutcome.STORED)
@@ -352,12 +356,13 @@ class Prefiller:
                 self.store.put(KVBlock.of(state_chunk(chunk), tensors, context=b"", bitwise=bitwise))
         self.store.used(state.used_keys())
 
-    def _put(self, state: PrefillState, chunk: Chunk, *, context: bytes, bitwise: bool) -> PutOutcome:
-        """Offer a copy of this chunk's KV to the store under its exact key."""
+    def _put(
+        self, chunk: Chunk, packed: Iterator[tuple[torch.Tensor, ...]], *, context: bytes, bitwise: bool
+    ) -> PutOutcome:
+        """Offer the next copy that ``packed`` makes, which is this chunk's KV, to the store under its exact key."""
 
         def block() -> KVBlock:
-            tensors = self.codec.pack(state.cache.span(chunk.start, chunk.end), start=chunk.start)
-            return KVBlock.of(chunk, tensors, context=context, bitwise=bitwise and self.codec.lossless)
+            return KVBlock.of(chunk, next(packed), context=context, bitwise=bitwise and self.codec.lossless)
 
         return self.store.keep(block)
 

@@ -148,9 +148,12 @@ class KVLoader:
         assert self._cache is not None
         # The end of another prompt may stand where the chain has a chunk of this one.
         in_place = set(self._chain[: self._in_place])
-        for block, chunk in zip(blocks, chunks, strict=False):
-            if block.key not in in_place and self._placed.get(block.key) is not block:
-                self._codec.place(self._cache, chunk.start, block.tensors)
+        missing = [
+            (chunk.start, block.tensors)
+            for block, chunk in zip(blocks, chunks, strict=False)
+            if block.key not in in_place and self._placed.get(block.key) is not block
+        ]
+        self._codec.place_each(self._cache, missing)
         return self._cache
 
     def _take(self, chain: list[bytes]) -> None:

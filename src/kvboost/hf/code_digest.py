@@ -32,6 +32,7 @@ DECIDES_BITS = (
     "hf/generate.py",
     "hf/joint.py",
     "hf/layers.py",
+    "hf/lower_right.py",
     "hf/numerics",
     "hf/runner.py",
     "offload/kv",

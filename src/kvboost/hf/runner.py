@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
+from kvboost.hf.attention import attending
 from kvboost.hf.cache import SlabCache
 from kvboost.hf.layers import cache_name, decoder_of, without_peft
+from kvboost.hf.lower_right import LowerRight
 from kvboost.hf.numerics.tiles import Tiles
 
 
@@ -25,6 +27,8 @@ class ModelRunner:
     def __init__(self, model: Any, tiles: Tiles | None = None) -> None:
         """With ``tiles``, what :meth:`append` computes does not depend on where its step begins."""
         self.model, self.tiles = model, tiles
+        self.lower_right = False
+        """Whether a step needs no mask, on an accelerator."""
         # A PEFT model passes on what its own signature does not name. Without this every row would be projected onto
         # the vocabulary, and the last one's bits would depend on how many there are.
         self._base = without_peft(model)
@@ -68,7 +72,7 @@ class ModelRunner:
     @contextmanager
     def first_forward(self, cache: Any, tokens: int) -> Iterator[None]:
         """Within this block the model's first forward, of ``tokens`` tokens, is a step as :meth:`append` makes it."""
-        if self.tiles is None or not isinstance(cache, SlabCache):
+        if not ((self.tiles or self.lower_right) and isinstance(cache, SlabCache)):
             yield
             return
         step = ExitStack()
@@ -92,9 +96,11 @@ class ModelRunner:
             step.close()
 
     def _step(self, cache: Any, tokens: int, *, head: bool = False) -> AbstractContextManager[Any]:
-        if self.tiles is None or not isinstance(cache, SlabCache):
+        if not isinstance(cache, SlabCache):
             return nullcontext()
-        return self.tiles.step(cache, tokens, head=head)
+        if self.tiles is not None:
+            return self.tiles.step(cache, tokens, head=head)
+        return attending(LowerRight(cache.get_seq_length())) if self.lower_right else nullcontext()
 
     @torch.no_grad()
     def prefill_plain(self, tokens: Sequence[int]) -> tuple[torch.Tensor, Any]:

@@ -23,6 +23,7 @@ from kvboost.scheduler.queue import Limits, Scheduler
 from kvboost.scheduler.sequence import RunningJob
 from kvboost.types import ModelSnapshot
 
+_ALONE_SECONDS = 1.0  # of a step that nobody waits for now: somebody may come meanwhile
 _MAX_REPAIR_BUDGETS = 2  # chunk budgets that a repair may compute in its one step, beside other jobs
 _MODEL_CHANGED = "the model's adapter or weights were changed while this job ran; submit it again"
 
@@ -235,7 +236,14 @@ class JobLoop:
         """Prefill until this step's budget is spent."""
         while True:
             with self.lock:
-                jobs = {self._jobs[number]: number for number in self.scheduler.next_prefill(used=used)}
+                budget = self._budget()
+                for number in self.scheduler.prefilling():
+                    job = self._jobs[number]
+                    if job.max_step != budget:
+                        job.max_step = budget
+                        self.scheduler.recut(number, steps=job.steps_left())
+                next_ones = self.scheduler.next_prefill(used=used, budget=budget)
+                jobs = {self._jobs[number]: number for number in next_ones}
             if not jobs:
                 return
             for job in [job for job in jobs if job.ticket.cancelled]:
@@ -251,6 +259,16 @@ class JobLoop:
                     with self.lock:
                         self.scheduler.prefilled(number, available=job.chunks_available(), steps=job.steps_left())
                     self._end_if_done(number, job)
+
+    def _budget(self) -> int:
+        """Prompt tokens to compute before the next decode step; while none waits for one, as many as a step takes."""
+        limits = self.scheduler.limits
+        if self.scheduler.decoding() or not self._jobs:
+            return limits.chunk_budget
+        within = next(iter(self._jobs.values())).prefiller.costs.tokens_within(_ALONE_SECONDS)
+        if within is None:  # nothing was timed so far
+            within = 0 if self._parts.runner.device.type == "cpu" else limits.max_step
+        return max(limits.chunk_budget, min(within, limits.max_step))
 
     def _decode(self) -> None:
         """One more token for every job whose prefill is complete."""

@@ -187,8 +187,16 @@ class Scheduler:
         """Tokens that could be computed in the time to copy ``tokens`` from the store."""
         return tokens // _COPIED_PER_COMPUTED
 
-    def next_prefill(self, *, used: int) -> list[int]:
-        """The jobs that prefill their next step together, after ``used`` tokens of this step's budget.
+    def prefilling(self) -> list[int]:
+        """Jobs with prefill steps to come."""
+        return [entry.number for entry in self._running.values() if entry.steps]
+
+    def recut(self, number: int, *, steps: Sequence[int]) -> None:
+        """The job's prefill takes these steps from now on."""
+        self._running[number].steps = list(reversed(steps))
+
+    def next_prefill(self, *, used: int, budget: int) -> list[int]:
+        """The jobs that prefill their next step together, after ``used`` tokens of this step's ``budget``.
 
         The job with the fewest tokens left, so that short prompts do not wait for long ones; but a job that was
         skipped several times comes first. If that is its last step, others that fit the budget with their last steps.
@@ -199,9 +207,9 @@ class Scheduler:
             return []
         skipped = [entry for entry in prefilling if entry.skipped >= _MAX_SKIPPED]
         first = min(skipped, key=lambda e: e.arrived) if skipped else prefilling[0]
-        if used and used + first.steps[-1] > self.limits.chunk_budget:
+        if used and used + first.steps[-1] > budget:
             return []
-        left = min(self.limits.chunk_budget - used, self.limits.max_step) - first.steps[-1]
+        left = min(budget - used, self.limits.max_step) - first.steps[-1]
         chosen = [first]
         for entry in prefilling if len(first.steps) == 1 else ():
             if entry is not first and len(entry.steps) == 1 and entry.steps[0] <= left:

@@ -26,7 +26,9 @@ from kvboost.scheduler.loop import JobLoop, LoopRules
 from kvboost.scheduler.queue import Limits
 from kvboost.scheduler.sequence import RunningJob
 
-_PREFILL_BUDGET = 256  # prompt tokens between two decode steps: others wait for a step of so many
+# Prompt tokens between two decode steps, on CPUs and elsewhere: others wait for a step of so many. The second is as
+# many as vLLM computes; it was not measured on any device.
+_PREFILL_BUDGETS = 256, 2048
 _FETCH_POLL_SECONDS = 0.05  # how late a load that takes too long is given up, while there is nothing else to do
 _CLOSED = "the runner was closed"
 
@@ -44,7 +46,8 @@ class BatchRunner:
         max_running: Jobs that are prefilled and decoded concurrently.
         max_waiting: Jobs that may wait; one more is refused with BusyError, unless its tenant has less than an even
             share of them.
-        chunk_budget: Prompt tokens prefilled between two decode steps, 256 if left out.
+        chunk_budget: Prompt tokens prefilled between two decode steps, by default 256 on CPUs and 2,048 elsewhere.
+            While nobody decodes, a step is as long as the device has memory for and takes a second at most.
         max_wait_steps: After this many steps no other job overtakes a waiting one; after as many tokens a running job
             may be preempted for it.
         max_step_seconds: One prefill or decode step that takes longer hangs: the runner has failed then.
@@ -66,11 +69,12 @@ class BatchRunner:
     ) -> None:
         session, layout = checked_engine(engine, deterministic=deterministic)
         self._engine, self._parts = engine, engine.parts
+        on_cpu = self._parts.runner.device.type == "cpu"
         limits = Limits(
             max_running=max_running,
             max_waiting=max_waiting,
             kv_bytes=session.budget.limit or session.budget.jobs_bytes,
-            chunk_budget=_PREFILL_BUDGET if chunk_budget is None else chunk_budget,
+            chunk_budget=_PREFILL_BUDGETS[not on_cpu] if chunk_budget is None else chunk_budget,
             max_step=session.prefiller.rule.max_tokens,
             max_wait_steps=max_wait_steps,
         )

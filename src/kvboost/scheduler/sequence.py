@@ -40,11 +40,9 @@ class RunningJob:
         max_step: int = sys.maxsize,
         waits_for_tiers: bool = True,
     ) -> None:
-        """A prefill step takes at most ``max_step`` tokens where its length is free.
-
-        Without ``waits_for_tiers`` what lies in slower tiers is loaded when the job is opened.
-        """
-        self._max_step = max_step
+        """Without ``waits_for_tiers`` what lies in slower tiers is loaded when the job is opened."""
+        self.max_step = max_step
+        """Tokens that a prefill step takes at most, where its length is free."""
         self.adapter: AdapterName = job.adapter or AS_SET
         self.job = job
         self.ticket = ticket
@@ -217,7 +215,7 @@ class RunningJob:
         while start < limit:
             end = state.step_end(limit, start=start)
             if state.rule.grid is None:  # steps of any length: no longer than other jobs should wait
-                end = min(end, start + self._max_step)
+                end = min(end, start + self.max_step)
             steps.append((start, end))
             start = end
         return steps

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from kvboost.hf.cache import KVLayout, SlabCache, TensorSpec
 from kvboost.hf.codec import CODECS, codec_for
 from kvboost.hf.codec.base import RoundingCodec
 from kvboost.hf.codec.int4 import _hadamard
+from tests.helpers.devices import Devices, host
 
 _CPU = torch.device("cpu")
 _DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -227,3 +230,37 @@ def test_a_models_rows_go_through_and_move(bits: int, family: str, tiny: Callabl
         assert (one - other).square().mean().sqrt() <= 0.12 * other.square().mean().sqrt()
     if family != "gpt2":  # learned positions do not move, and need not
         probe_reposition(model, cache.layout).place(cache, [Move(tensors, 8, 60)])
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=12), gap=st.integers(0, 12), most=st.sampled_from([1, 40])
+)
+def test_an_accelerator_copies_neighbours_together(sizes: list[int], gap: int, most: int) -> None:
+    """The same blocks, whether copied one by one or several at once, in few launches."""
+    with Devices() as devices:
+        device = torch.device("cuda", 0)
+        layout = KVLayout((TensorSpec(2, 8, torch.float32, device),) * 4)
+        ends = list(accumulate(sizes))
+        spans = list(zip([0, *ends], ends, strict=False))
+        cache, copy = (SlabCache(layout, capacity=ends[-1]) for _ in range(2))
+        cache.place(0, [torch.randn(4, 2, ends[-1], 8).to(device)])
+        codec = codec_for(16, layout)
+        with mock.patch("kvboost.hf.codec.base._AT_ONCE", most * layout.bytes_per_token):
+            devices.events.clear()
+            found = list(codec.pack_each(cache, spans))
+            together = most > 1 and ends[-1] <= most
+            if together and len(sizes) > 1:
+                assert devices.counts["launch"] == 2
+            for (start, end), packed in zip(spans, found, strict=True):
+                assert torch.equal(host(packed[0]), host(cache.span(start, end)[0]))
+                assert host(packed[0]).untyped_storage().nbytes() == host(packed[0]).nbytes, "of its own memory"
+            copy.place(0, [torch.zeros(4, 2, ends[-1], 8).to(device)])
+            blocks = [(start, packed) for (start, _), packed in zip(spans, found, strict=True)]
+            left_out = blocks[gap : gap + 1]
+            codec.place_each(copy, [block for block in blocks if block not in left_out])
+        for (start, end), packed in zip(spans, found, strict=True):
+            placed = host(copy.span(start, end)[0])
+            assert (
+                not placed.any() if any(start == one for one, _ in left_out) else torch.equal(placed, host(packed[0]))
+            )

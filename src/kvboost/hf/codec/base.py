@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import torch
 
@@ -18,6 +19,7 @@ TILE = 2**17
 """Elements unpacked at a time: in float32 they stay in the second-level cache of a core."""
 _LARGEST = 1e30  # beyond any KV; sums over a head and over a block stay finite in float32
 _GROUP = 64
+_AT_ONCE = 64 * 2**20  # bytes that an accelerator copies in one go, and that there is memory for
 
 
 class KVCodec:
@@ -35,9 +37,50 @@ class KVCodec:
         """The tensors to store, from tensors as :meth:`SlabCache.span` returns them for positions from ``start`` on."""
         return tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors)
 
+    def pack_each(self, cache: SlabCache, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[torch.Tensor, ...]]:
+        """:meth:`pack` of each of these spans of ``cache``, which follow one another. Each is copied when asked for.
+
+        An accelerator copies several at once: the launch of one copy takes longer than the copy.
+        """
+        for run in self._runs(spans):
+            if len(run) == 1:
+                yield self.pack(cache.span(*run[0]), start=run[0][0])
+                continue
+            sizes = [end - start for start, end in run]
+            yield from zip(*(_split(whole, sizes) for whole in cache.span(run[0][0], run[-1][1])), strict=True)
+
     def place(self, cache: SlabCache, start: int, packed: Sequence[torch.Tensor], *, row: int = 0) -> None:
         """Unpack into the positions of ``cache`` from ``start`` on; keys keep their rotation."""
         cache.place(start, packed, row=row)
+
+    def place_each(self, cache: SlabCache, blocks: Sequence[tuple[int, Sequence[torch.Tensor]]]) -> None:
+        """:meth:`place` of each of these blocks, in order. An accelerator copies several at once."""
+        spans = [(start, start + packed[0].shape[2]) if self._joins else (start, start) for start, packed in blocks]
+        following = iter(blocks)
+        for run in self._runs(spans):
+            these = list(islice(following, len(run)))
+            if len(these) == 1:
+                self.place(cache, *these[0])
+                continue
+            for index, target in enumerate(cache.span(run[0][0], run[-1][1])):
+                torch.cat([packed[index] for _, packed in these], dim=2, out=target)
+
+    @property
+    def _joins(self) -> bool:
+        """Whether what is packed of several spans is their KV side by side, on an accelerator."""
+        return self.lossless and all(spec.device.type != "cpu" for spec in self._layout.slots)
+
+    def _runs(self, spans: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+        """The spans in order, those together that are copied at once."""
+        run: list[tuple[int, int]] = []
+        for span in spans:
+            fits = run and (span[1] - run[0][0]) * self._layout.bytes_per_token <= _AT_ONCE
+            if run and not (self._joins and fits and span[0] == run[-1][1]):
+                yield run
+                run = []
+            run.append(span)
+        if run:
+            yield run
 
     def unpack(self, packed: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The block's tensors again, as :meth:`SlabCache.place` and :meth:`KeyRepositioner.place` take them."""
@@ -81,6 +124,14 @@ class RoundingCodec(KVCodec, ABC):
     @abstractmethod
     def _write(self, packed: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         """Unpack into ``targets``, [slots, heads, tokens, dim] per slab."""
+
+
+def _split(whole: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Copies of the parts of ``whole`` [slots, heads, tokens, dim], each in memory of its own, in one kernel."""
+    slots, heads, _, dim = whole.shape
+    parts = [whole.new_empty(slots, heads, size, dim) for size in sizes]
+    torch.split_with_sizes_copy(whole.contiguous(), list(sizes), dim=2, out=parts)
+    return parts
 
 
 def group_of(dim: int) -> int:

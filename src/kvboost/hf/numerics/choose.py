@@ -24,6 +24,7 @@ from kvboost.hf.attention import UnsupportedAttentionError, flash
 from kvboost.hf.cache import KVLayout, SlabCache
 from kvboost.hf.device_memory import memory_available, memory_total
 from kvboost.hf.layers import decoder_of, windows_by_layer
+from kvboost.hf.lower_right import probe_lower_right
 from kvboost.hf.numerics.tiles import Choices, Tiles, why_no_tiles
 from kvboost.hf.weights import weights_by_owner
 from kvboost.steps import MaskedSteps, Numerics, StepRule
@@ -52,11 +53,14 @@ class ChosenNumerics:
     tiles: Tiles | None
     reason: str | None
     """Why there are no tiles; None if there are."""
+    lower_right: bool = False
+    """Whether steps behind a prefix run without a mask, on an accelerator."""
 
     @property
     def spec(self) -> str:
         """Names what the bits depend on."""
-        return f"{self.rule.spec}|{self.tiles.spec if self.tiles is not None else 'steps'}"
+        steps = "lower-right" if self.lower_right else "steps"
+        return f"{self.rule.spec}|{self.tiles.spec if self.tiles is not None else steps}"
 
 
 def choose_numerics(
@@ -72,34 +76,42 @@ def choose_numerics(
 
     Packed weights take at most ``packed_bytes``; None is a quarter of the memory beside the weights.
     """
-    on_cpu = {spec.device.type for spec in layout.slots} == {"cpu"}
-    # By what is free now: in tiles the length of a step decides no bits, and is in no key.
-    longest = step_limit(shape, available=memory_available()) if on_cpu else _GRID_ELSEWHERE
+    devices = {spec.device for spec in layout.slots}
+    on_cpu = {device.type for device in devices} == {"cpu"}
+    # By what is free now: but for a grid the length of a step is in no key.
+    longest = step_limit(shape, available=min(memory_available(str(device)) for device in devices))
     wanted = numerics or ("bitwise" if on_cpu else "fast")
+    needs_masks = probe_lower_right(model, layout) if not on_cpu else None
+    lower_right = not on_cpu and needs_masks is None
+    if needs_masks is not None:
+        _log.info("steps behind a prefix have a mask: %s", needs_masks)
     if wanted == "fast" and not layout.indexed:  # its KV depends on the steps by more than rounding
-        rule = StepRule(longest, numerics="fast", masked=_masked_steps(model, tiled=False))
-        return ChosenNumerics(rule, None, "numerics='fast'")
+        rule = StepRule(longest, numerics="fast", masked=_masked_steps(model, by_mask=not lower_right))
+        return ChosenNumerics(rule, None, "numerics='fast'", lower_right)
     if not on_cpu:
-        return ChosenNumerics(StepRule(longest, longest), None, "rounding depends on a step's shape on this device")
+        rule = StepRule(_GRID_ELSEWHERE, _GRID_ELSEWHERE)
+        return ChosenNumerics(rule, None, "rounding depends on a step's shape on this device", lower_right)
     budget = budget_to_pack(model) if packed_bytes is None else packed_bytes
     tiles, reason = _try_tiles(model, layout, budget, known)
     rule = StepRule(_GRID_ON_CPU, _GRID_ON_CPU)
     if tiles is not None:
-        rule = StepRule(longest, masked=_masked_steps(model, tiled=True))
+        rule = StepRule(longest, masked=_masked_steps(model, by_mask=False))
     if reason is not None:
         _log.info("steps of %d tokens: %s", _GRID_ON_CPU, reason)
     return ChosenNumerics(rule, tiles, reason)
 
 
-def _masked_steps(model: Any, *, tiled: bool) -> MaskedSteps:
-    """Which steps have a mask matrix: in tiles only layers with a window do, and those from position 0 on."""
+def _masked_steps(model: Any, *, by_mask: bool) -> MaskedSteps:
+    """Which steps have a mask matrix. Where causality alone is not ``by_mask``, only layers with a window do."""
+    if "flash" in model.config._attn_implementation:
+        return "none"  # its kernels are told the window
     try:
         windowed = any(windows_by_layer(model))
     except UnsupportedModelError:
         windowed = True  # layers of a kind that is not known: whatever they hide is a matrix
     if windowed:
         return "all"
-    return "none" if tiled else "later"
+    return "later" if by_mask else "none"
 
 
 def budget_to_pack(model: Any) -> int:

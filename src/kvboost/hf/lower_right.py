@@ -1,0 +1,101 @@
+"""Steps of an accelerator behind a prefix: torch's flash kernel, causal from the lower right, without a mask.
+
+Used by :class:`kvboost.hf.runner.ModelRunner` where :func:`probe_lower_right` found that the model allows it. With a
+dense mask, as Transformers makes one for such a step, torch takes another kernel, for which keys and values are
+repeated for every head. Layers with a window keep their mask. Invariant: results are those under the mask, up to
+rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.attention.bias import causal_lower_right
+from transformers.masking_utils import causal_mask_function
+
+from kvboost.hf.attention import NAME, Call, Plan, UnsupportedAttentionError, attending
+from kvboost.hf.cache import KVLayout, SlabCache
+from kvboost.hf.layers import decoder_of
+
+_PROBE_TOKENS, _PROBE_START = 24, 16
+_PROBE_ERROR = 0.05  # of the states' norm: rounding is far less, and a mask that is lost far more
+
+
+@dataclass
+class LowerRight(Plan):
+    """One forward of one sequence over a cache that holds ``start`` positions."""
+
+    start: int
+    causal: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
+    """Stands for the causal mask: the model only hands it on."""
+    calls: int = 0
+    """Attention calls without a mask so far."""
+
+    def mask(self, **asked: Any) -> torch.Tensor | None:
+        """Nothing for causal attention: a single sequence has no padding."""
+        if asked["mask_function"] is not causal_mask_function:
+            return super().mask(**asked)
+        return self.causal if self.start else None
+
+    def attend(self, call: Call) -> torch.Tensor:
+        """Each new row sees what is before it. Heads that share keys are the kernel's to find."""
+        if call.mask is not self.causal:
+            return call.plain()
+        if call.more_than_a_mask or call.options.get("dropout"):
+            raise UnsupportedAttentionError("it needs more than a mask")
+        self.calls += 1
+        bias: Any = causal_lower_right(call.query.shape[2], call.key.shape[2])
+        found = torch.nn.functional.scaled_dot_product_attention(
+            call.query, call.key, call.value, attn_mask=bias, scale=call.scale, enable_gqa=True
+        )
+        return found.transpose(1, 2).contiguous()
+
+
+def _flash_takes(layout: KVLayout, *, heads: int) -> bool:
+    """Whether torch's flash kernel takes this model's keys and values."""
+    pairs = layout.slots[: len(layout.slots) - len(layout.indexed)]
+    for keys, values in {*zip(pairs[::2], pairs[1::2], strict=True)}:
+        query = torch.empty(1, heads, 1, keys.dim, dtype=keys.dtype, device=keys.device)
+        key, value = (
+            torch.empty(1, one.heads, 1, one.dim, dtype=one.dtype, device=one.device) for one in (keys, values)
+        )
+        if not can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True)):
+            return False
+    return True
+
+
+@torch.no_grad()
+def probe_lower_right(model: Any, layout: KVLayout) -> str | None:
+    """Why this model's steps need masks on its device; None if they do not, after running one both ways."""
+    if model.config._attn_implementation != NAME:
+        return f"its attention is {model.config._attn_implementation!r}, not {NAME!r}"
+    if any(spec.device.type == "cpu" for spec in layout.slots):
+        return "CPUs have steps of their own"
+    heads = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", 0)
+    if not heads or not _flash_takes(layout, heads=heads):
+        return "torch's flash kernel does not take its keys on this device"
+    vocab = min(model.get_input_embeddings().weight.shape[0], 30_000)
+    ids = (torch.arange(_PROBE_TOKENS, device=model.get_input_embeddings().weight.device) * 7919 % vocab)[None]
+    decoder = decoder_of(model)
+
+    def behind(plan: Plan) -> torch.Tensor:
+        cache = SlabCache(layout, capacity=_PROBE_TOKENS)
+        decoder(input_ids=ids[:, :_PROBE_START], past_key_values=cache, use_cache=True)
+        with attending(plan):
+            output = decoder(input_ids=ids[:, _PROBE_START:], past_key_values=cache, use_cache=True)
+        found: torch.Tensor = output[0]
+        return found
+
+    plan, expected = LowerRight(_PROBE_START), behind(Plan())
+    try:
+        found = behind(plan)
+    except (UnsupportedAttentionError, RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        return f"its forward does not run without a mask: {error}"
+    if not plan.calls:
+        return "none of its layers has plain causal attention"
+    if not (found - expected).norm() <= _PROBE_ERROR * expected.norm():
+        return "its attention computes something else without a mask"
+    return None

@@ -1,0 +1,79 @@
+"""What requests ask of a GPU, for Llama-3.1-8B at full size on fake CUDA tensors. Times are not measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+if torch.version.cuda is None:
+    pytest.skip("needs torch's CUDA build: see .ci/gpu", allow_module_level=True)
+
+from tests.helpers.fake_cuda import DEVICE, LLAMA_8B, FakeCuda, Trace
+
+_PROMPT = list(range(3, 8195))  # 8,192 tokens
+_LAYERS = LLAMA_8B["num_hidden_layers"]
+_FLASH, _MASKED = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
+
+
+@pytest.fixture
+def cuda() -> Iterator[FakeCuda]:
+    with FakeCuda() as found:
+        yield found
+
+
+def plain(cuda: FakeCuda, model: Any, tokens: int, *, cached: int = 0) -> Trace:
+    """Transformers' own forward."""
+    past = None
+    if cached:
+        past = model(torch.zeros(1, cached, dtype=torch.long, device=DEVICE), use_cache=True).past_key_values
+    ids = torch.zeros(1, tokens, dtype=torch.long, device=DEVICE)
+    return cuda.trace(lambda: model(ids, past_key_values=past, use_cache=True, logits_to_keep=1))
+
+
+def forwards_of(model: Any) -> list[int]:
+    """The rows of each forward from now on."""
+    rows: list[int] = []
+    model.get_decoder().register_forward_pre_hook(
+        lambda _, args, kwargs: rows.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    return rows
+
+
+def test_a_cold_prompt_takes_no_more_kernels_than_plain_transformers(cuda: FakeCuda) -> None:
+    model = cuda.model()
+    bare = plain(cuda, model, len(_PROMPT))
+    rows = forwards_of(model)
+    with cuda.engine(model) as engine:
+        cold = cuda.trace(lambda: engine.prefill(_PROMPT))  # with its copies for the store
+    assert len(rows) <= 2, rows
+    assert cold.total <= 1.05 * bare.total
+    assert cold.ops[_FLASH] == _LAYERS
+    assert cold.peak_tensor <= bare.peak_tensor
+
+
+def test_a_warm_prompt_has_one_attention_for_each_layer_and_repeats_no_keys(cuda: FakeCuda) -> None:
+    model = cuda.model()
+    with torch.no_grad():
+        bare = plain(cuda, model, 100, cached=len(_PROMPT))
+    with cuda.engine(model, workspace_bytes=0) as engine:
+        engine.prefill(_PROMPT)
+        warm = cuda.trace(lambda: engine.prefill([*_PROMPT, *range(9, 109)]))
+        kv = engine.parts.layout.bytes_per_token * len(_PROMPT)  # type: ignore[union-attr]
+    assert bare.ops[_MASKED] == _LAYERS, "what it would be without us"
+    assert warm.ops[_FLASH] == _LAYERS
+    assert warm.ops[_MASKED] == 0
+    assert warm.total <= 1.05 * bare.total
+    copied = warm.copied["cat"] + warm.copied["copy_"] + warm.copied["clone"]
+    assert kv <= copied <= 1.1 * kv, "stored KV is copied once"
+
+
+def test_steps_fit_a_small_card() -> None:
+    with FakeCuda(memory=24 * 2**30, weights=16 * 2**30) as small:
+        model = small.model()
+        rows = forwards_of(model)
+        with small.engine(model) as engine:
+            engine.prefill(_PROMPT)
+    assert 1 < len(rows) <= 3, "a card of 24 GB: an eighth of what the weights leave is for a step"

@@ -1,0 +1,108 @@
+"""Steps without a mask give what steps with one give, and only where they can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.bias import CausalBias
+
+from kvboost.hf import lower_right as module
+from kvboost.hf.attention import Plan, UnsupportedAttentionError, attending
+from kvboost.hf.cache import SlabCache
+from kvboost.hf.lower_right import LowerRight, probe_lower_right
+from kvboost.hf.probe import probe_model
+from kvboost.hf.runner import ModelRunner
+from tests.helpers.devices import Devices, on_device, put
+from tests.helpers.models import tiny_model
+
+_TEXT = torch.randint(3, 97, (120,), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+def prefilled(runner: ModelRunner, cuts: list[int], *, without_masks: bool) -> tuple[SlabCache, torch.Tensor]:
+    """The text in these steps, and its last logits."""
+    cache = SlabCache(probe_model(runner.model).layout, capacity=len(_TEXT))
+    runner.lower_right, start, logits = without_masks, 0, None
+    for end in (*cuts, len(_TEXT)):
+        logits = runner.append(_TEXT[start:end], cache, logits=True)
+        start = end
+    runner.lower_right = False
+    assert logits is not None
+    return cache, logits
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "glm"])  # shared keys, windows, no rotation
+@settings(max_examples=10, deadline=None)
+@given(cuts=st.lists(st.integers(1, 119), max_size=4, unique=True).map(sorted))
+def test_the_results_are_those_under_a_mask(family: str, cuts: list[int]) -> None:
+    runner = ModelRunner(tiny_model(family))
+    found, logits = prefilled(runner, cuts, without_masks=True)
+    expected, by_mask = prefilled(runner, cuts, without_masks=False)
+    torch.testing.assert_close(logits, by_mask, rtol=1e-4, atol=1e-4)
+    for one, other in zip(found.span(0, 120), expected.span(0, 120), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_no_mask_is_made_and_no_key_is_repeated(tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = ModelRunner(tiny("llama"))
+    seen: list[tuple[int, int]] = []
+    dispatch = CausalBias._dispatch
+
+    def watched(query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append((query.shape[1], key.shape[1]))
+        return dispatch(query, key, *args, **kwargs)
+
+    cache, runner.lower_right = SlabCache(probe_model(runner.model).layout, capacity=120), True
+    monkeypatch.setattr("kvboost.hf.attention.sdpa_mask", None)
+    monkeypatch.setattr(CausalBias, "_dispatch", staticmethod(watched))
+    runner.append(_TEXT[:40], cache, logits=False)
+    runner.append(_TEXT[40:], cache, logits=False)
+    assert seen == [(4, 2), (4, 2)], "in both layers, the second step only"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_the_probe_runs_a_model_both_ways(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = put(tiny_model(family), lambda _: "cuda:0")
+    with Devices():
+        layout = probe_model(model).layout
+        assert "flash kernel does not take" in (probe_lower_right(model, layout) or "")  # a build without CUDA says so
+        monkeypatch.setattr(module, "can_use_flash_attention", lambda _: True)
+        monkeypatch.setattr(  # a simulated device has no tensors of torch's class
+            module,
+            "causal_lower_right",
+            lambda rows, keys: on_device(torch.ones(rows, keys).tril(keys - rows) > 0, "cuda:0"),
+        )
+        assert probe_lower_right(model, layout) is None
+
+
+def test_the_probe_finds_a_mask_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = put(tiny_model("llama"), lambda _: "cuda:0")
+    monkeypatch.setattr(module, "can_use_flash_attention", lambda _: True)
+    monkeypatch.setattr(module, "causal_lower_right", lambda queries, keys: None)
+    with Devices():
+        layout = probe_model(model).layout
+        assert probe_lower_right(model, layout) == "its attention computes something else without a mask"
+
+
+def test_models_that_go_on_as_they_are(tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "can_use_flash_attention", lambda _: True)
+    model = tiny("llama")
+    assert probe_lower_right(model, probe_model(model).layout) == "CPUs have steps of their own"
+    capped = put(tiny_model("gemma2"), lambda _: "cuda:0")
+    with Devices():
+        reason = probe_lower_right(capped, probe_model(capped).layout)
+    assert reason is not None
+    assert "'eager'" in reason
+
+
+def test_what_needs_more_than_a_mask_is_refused(tiny: Callable[..., Any]) -> None:
+    plan = LowerRight(8)
+    call: Any = type("Call", (), {"mask": plan.causal, "more_than_a_mask": "softcap", "options": {}})()
+    with pytest.raises(UnsupportedAttentionError):
+        plan.attend(call)
+    with attending(Plan()):
+        assert plan.mask(mask_function=module.causal_mask_function) is plan.causal
