@@ -72,12 +72,15 @@ def test_calibrate_writes_a_file_an_engine_takes(
         (["warm", "MODEL", "TEXT", "--disk-cache-dir", "CACHE"], "add --quality auto"),
         (["warm", "MODEL", "absent.txt", "--disk-cache-dir", "CACHE"], "there is no absent.txt"),
         (["warm", "MODEL", "CACHE", "--disk-cache-dir", "CACHE"], "holds no *.txt"),
-        (["run", "MODEL", "hello", "--quality", "best"], "quality='best' is not known"),
-        (["run", "MODEL", "hello", "--kv-cache-bits", "5"], "use 16, 8 or 4"),
-        (["run", "MODEL", "hello", "--max-new-tokens", "0"], "max_new_tokens=0 gives no answer"),
-        (["run", "MODEL", "hello", "--config", "absent.toml"], "there is no absent.toml; give a TOML file"),
-        (["run", "no-such-model", "hello", "--disk-cache-dir", "TEXT"], "is no directory"),
-        (["run", "MODEL", "hello", "--raw", "--system", "x"], "--raw has no system message"),
+        (["doctor", "MODEL", "--quality", "best"], "quality='best' is not known"),
+        (["doctor", "MODEL", "--kv-cache-bits", "5"], "use 16, 8 or 4"),
+        (["doctor", "MODEL", "--config", "absent.toml"], "there is no absent.toml; give a TOML file"),
+        (["map", "no-such-model", "PROMPTS", "ANSWERS", "--disk-cache-dir", "TEXT"], "is no directory"),
+        (
+            ["run", "MODEL", "hello"],
+            "No such command 'run'. To ask a model, open the page of 'kvboost serve MODEL', or",
+        ),
+        (["--log-level", "info", "chat", "MODEL"], "No such command 'chat'. To ask a model, open the page of"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -85,15 +88,24 @@ def test_a_mistake_is_one_line(
 ) -> None:
     (tmp_path / "empty").write_text("\n \n")
     (tmp_path / "text").write_text("one prompt\nanother prompt\n")
+    (tmp_path / "prompts").write_text('{"prompt": "x"}\n')
     (tmp_path / "cache").mkdir()
     names: dict[str, Any] = {"MODEL": folder, "EMPTY": tmp_path / "empty", "TEXT": tmp_path / "text"}
-    names["CACHE"] = tmp_path / "cache"
+    names |= {name: tmp_path / name.lower() for name in ("CACHE", "PROMPTS", "ANSWERS")}
     assert main([str(names.get(part, part)) for part in arguments]) == 2
     said = capsys.readouterr().err
     last = said.strip().splitlines()[-1]
     assert last.startswith(("kvboost ", "kvboost: "))
     assert message in last
     assert "Traceback" not in said
+
+
+def test_what_an_unknown_command_names_instead_answers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(folder), "hello"]) == 2
+    code = capsys.readouterr().err.rpartition("python -c '")[2].rpartition("'")[0]
+    exec(code.replace("MODEL", str(folder)), {})
+    assert "PROMPT" not in (said := capsys.readouterr().out)
+    assert "first token after" in said
 
 
 def test_warm_reads_directories_and_goes_on_where_it_stopped(
@@ -126,7 +138,7 @@ def test_every_command_has_a_help_that_teaches() -> None:
         return [path] if inner is None else [p for name, c in inner.items() for p in commands(c, [*path, name])]
 
     paths = commands(typer.main.get_command(app), [])
-    assert len(paths) == 14
+    assert len(paths) == 13
     for path in paths:
         shown = CliRunner().invoke(app, [*path, "--help"], prog_name="kvboost", env={"COLUMNS": "200"})
         assert shown.exit_code == 0, shown.output
@@ -207,10 +219,11 @@ def test_warm_says_so_if_the_place_fails_on_the_way(
 
 
 @pytest.mark.parametrize("place", [["--disk-cache-dir", "/proc/kv"], ["--remote-url", "redis://127.0.0.1:1/0"]])
-def test_run_goes_on_without_a_place_and_says_so_once(
-    place: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+def test_map_goes_on_without_a_place_and_says_so_once(
+    place: list[str], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["run", str(folder), "hello", "--max-new-tokens", "1", *place]) == 0
+    (tmp_path / "prompts").write_text('{"prompt": "hello", "max_tokens": 1}\n')
+    assert main(["map", str(folder), str(tmp_path / "prompts"), str(tmp_path / "answers"), *place]) == 0
     warned = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
     assert len(warned) == 1
     assert " tier: " in warned[0]
@@ -237,7 +250,7 @@ def test_warnings_are_log_lines_and_none_is_silenced(
     assert shown("warning") == ["warning: the disk is full"]
     assert shown("error") == []
     assert not logging.getLogger("kvboost").handlers
-    assert main(["run", "nowhere", "x", "--log-level", "loud"]) == 2
+    assert main(["doctor", "nowhere", "--log-level", "loud"]) == 2
     assert "--log-level loud is not known; use one of debug, info" in capsys.readouterr().err
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +86,43 @@ def test_the_same_command_goes_on_where_it_stopped(
     capsys.readouterr()
     assert run(folder, prompts, out) == 0
     assert "are answered in" in capsys.readouterr().err
+
+
+def test_settings_from_outside_hold_and_another_process_finds_what_was_read(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, cache, config = tmp_path / "in.jsonl", str(tmp_path / "cache"), tmp_path / "kvboost.toml"
+    written(prompts, {"prompt": SHARED, "max_tokens": 2, "temperature": 0})
+    config.write_text(f'disk_cache_dir = "{cache}"\n')
+    monkeypatch.setenv("KVBOOST_CONFIG", str(config))
+    monkeypatch.setenv("KVBOOST_TENANT", "acme")
+    assert run(folder, prompts, tmp_path / "none", "--show-config") == 0
+    shown = capsys.readouterr().out
+    assert f'disk_cache_dir = "{cache}"  # {config}' in shown
+    assert 'tenant = "acme"  # KVBOOST_TENANT' in shown
+
+    command = [sys.executable, "-m", "kvboost", "map", str(folder), str(prompts), str(tmp_path / "1.jsonl")]
+    done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "; 0 of" in done.stderr
+
+    def cached(name: str, *more: str) -> int:
+        assert run(folder, prompts, tmp_path / name, *more) == 0
+        return int(answers_of(tmp_path / name)["1"]["body"]["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached("2.jsonl") > 0.8 * len(SHARED), "the directory kept nothing"
+    assert (
+        answers_of(tmp_path / "2.jsonl")["1"]["body"]["choices"]
+        == answers_of(tmp_path / "1.jsonl")["1"]["body"]["choices"]
+    )
+    assert cached("3.jsonl", "--tenant", "other") == 0
+    # What the engine stored for this tenant, the cache command finds by its name.
+    capsys.readouterr()
+    assert main(["cache", "purge", cache, "--tenant", "nobody", "--yes"]) == 0
+    assert capsys.readouterr().out == "0 records removed\n"
+    assert main(["cache", "purge", cache, "--tenant", "acme", "--yes", "--json"]) == 0
+    assert re.fullmatch(r'\{"removed": [1-9]\d*\}\n', capsys.readouterr().out)
+    assert cached("4.jsonl") == 0
 
 
 def test_an_interrupted_run_says_how_to_go_on(

@@ -14,10 +14,11 @@ from typer.testing import CliRunner
 
 from kvboost import KVBoost
 from kvboost.cli.flags import read_settings, with_settings
-from kvboost.cli.settings import SECTIONS, SETTINGS, ReplyConfig, Settings
+from kvboost.cli.settings import SECTIONS, SETTINGS, Settings
 from kvboost.config import EngineConfig, LoadConfig, RunnerConfig
 from kvboost.engine.assembly import split_settings
 from kvboost.errors import ConfigError
+from kvboost.integrations.ray.config import RayConfig
 from kvboost.scheduler.runner import BatchRunner
 from kvboost.serve import Limits, ServerConfig
 
@@ -120,7 +121,7 @@ def test_lists_come_from_flags_words_and_files(monkeypatch: pytest.MonkeyPatch, 
         ("[server]\nport = 1", "did you mean serve"),
         ("serve = 1", "serve in "),
         ("port = 1", r"port in .* is not in its place; write it under \[serve\]"),
-        ("max_new_tokens = 1", r"write it under \[run\] or under \[serve\]"),
+        ("max_new_tokens = 1", r"write it under \[serve\]"),
         ('[serve]\ntenant = "x"', "tenant in .*; write it before all tables"),
     ],
 )
@@ -170,10 +171,10 @@ def test_every_limit_can_be_set_from_everywhere(tmp_path: Path, monkeypatch: pyt
 
 def test_tables_are_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "k.toml"
-    file.write_text("chunk_size = 64\n[serve]\nport = 81\nmax_new_tokens = 5\n[run]\nmax_new_tokens = 6\n")
+    file.write_text("chunk_size = 64\n[serve]\nport = 81\nmax_new_tokens = 5\n[ray]\nreplicas = 6\n")
     assert read(file).of(ServerConfig).port == 81
     assert read(file).of(Limits).max_new_tokens == 5
-    assert read(file).of(ReplyConfig).max_new_tokens == 6
+    assert read(file).of(RayConfig).replicas == 6
     assert read(file).engine() == {"chunk_size": 64}
     monkeypatch.setenv("KVBOOST_SERVE_PORT", "82")
     assert read(file).of(ServerConfig).port == 82
@@ -188,7 +189,7 @@ def test_what_is_shown_gives_the_same_again_and_no_password(tmp_path: Path, monk
     file = tmp_path / "k.toml"
     file.write_text(shown)
     assert tomllib.loads(shown)["serve"]["port"] == 81
-    assert "run" not in tomllib.loads(shown)
+    assert "ray" not in tomllib.loads(shown)
     assert "kv_cache_bits = 8  # KVBOOST_KV_CACHE_BITS" in shown
     monkeypatch.delenv("KVBOOST_KV_CACHE_BITS")
     monkeypatch.delenv("KVBOOST_REUSE_GENERATED")

@@ -20,12 +20,16 @@ from kvboost.cli.doctor import doctor
 from kvboost.cli.explain import calibrate, explain
 from kvboost.cli.map import map_file
 from kvboost.cli.output import LogLevel, logging_to_stderr, set_level
-from kvboost.cli.run import run
 from kvboost.cli.serve import serve
 from kvboost.cli.warm import warm
 from kvboost.errors import ClosedError, KVBoostError
 
 _INTERRUPTED = 130
+_ASK = (
+    "To ask a model, open the page of 'kvboost serve MODEL', or call "
+    'python -c \'import kvboost; print(kvboost.KVBoost.from_pretrained("MODEL").generate("PROMPT"))\''
+)
+_ASKING = ("No such command 'run'", "No such command 'chat'")  # they were commands
 
 app = typer.Typer(
     name="kvboost",
@@ -54,7 +58,6 @@ def _before_commands(
 
 
 app.command(epilog="Example:  kvboost serve ./model --port 8000 --disk-cache-dir ~/.cache/kvboost/kv")(serve)
-app.command(epilog='Example:  kvboost run ./model "Why is the sky blue?" --disk-cache-dir ~/.cache/kvboost/kv')(run)
 app.command("map", epilog="Example:  kvboost map ./model prompts.jsonl answers.jsonl --disk-cache-dir kv-cache")(
     map_file
 )
@@ -76,7 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except typer.TyperException as error:
         name = _command_name(group, given)
         said = error.format_message().rstrip(".")
-        return _fail(name, f"{said}{'' if said.endswith('?') else '.'} Try '{name} --help'.")
+        hint = _ASK if said in _ASKING else f"Try '{name} --help'."
+        return _fail(name, f"{said}{'' if said.endswith('?') else '.'} {hint}")
     except (KVBoostError, OSError) as error:
         _fail(_command_name(group, given), str(error))
         return 1 if isinstance(error, ClosedError) else 2  # 1: starting it again may help

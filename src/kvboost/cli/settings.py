@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any, TypeVar, get_origin, get_type_hints
 
 from kvboost.config import EngineConfig, LoadConfig, RunnerConfig
-from kvboost.errors import ConfigError
 from kvboost.integrations.ray.config import RayConfig
 from kvboost.serve.config import ServerConfig
 from kvboost.serve.security.limits import Limits
@@ -36,27 +35,8 @@ from kvboost.serve.security.limits import Limits
 _Config = TypeVar("_Config")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplyConfig:
-    """How ``kvboost run`` answers."""
-
-    max_new_tokens: int = 512
-    """Stop after this many new tokens."""
-    temperature: float = 0.0
-    """Sampling temperature; 0 always takes the most likely token."""
-    system: str | None = None
-    """A system message before everything else."""
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens={self.max_new_tokens} gives no answer; give 1 or more")
-        if self.temperature < 0:
-            raise ConfigError(f"temperature={self.temperature} is negative; give 0 or more")
-
-
 SECTIONS: Mapping[str, Mapping[type, str]] = {
     "": {EngineConfig: "Engine settings", LoadConfig: "Model settings"},
-    "run": {ReplyConfig: "Answers"},
     "serve": {
         ServerConfig: "Server",
         RunnerConfig: "Requests side by side",

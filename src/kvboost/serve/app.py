@@ -116,7 +116,7 @@ def make_app(
     users = frozenset(path for (method, path), access in ACCESS.items() if (method, access) == ("POST", Access.USER))
     gate = {"routes": ACCESS, "keys": keys, "limits": limits, "only_local_names": only_local_names, "origins": origins}
     middlewares: list[tuple[Callable[..., ASGIApp], dict[str, Any]]] = [
-        (BodyLimit, {"limits": limits, "pool": service.reading}),
+        (BodyLimit, {"limits": limits, "pool": service.reading, "under_way": service.under_way}),
         (RateLimit, {"rates": service.rates, "paths": users}),
         (Gate, gate),
         *([(CORSMiddleware, {"allow_origins": origins, **_CORS})] if origins else []),

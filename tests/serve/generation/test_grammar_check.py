@@ -39,34 +39,37 @@ def check() -> Iterator[GrammarCheck]:
 
 def test_what_follows_a_hostile_schema_is_compiled(check: GrammarCheck) -> None:
     for _ in range(10):
-        assert check.check(_grammar(_SLOW), within=0.1) == (pytest.approx(0.1, abs=5), TOO_LONG)
+        began = time.monotonic()
+        assert check.check(_grammar(_SLOW), within=0.1) == TOO_LONG
+        assert time.monotonic() - began < 5
         assert check._process is None, "a dead process waits to be noticed"
-        seconds, why = check.check(_SMALL)
-        assert (why, seconds < 3) == ("", True)
+        began = time.monotonic()
+        assert check.check(_SMALL) == ""
+        assert time.monotonic() - began < 10
 
 
 def test_a_process_that_is_killed_from_outside_is_no_grammars_fault(
     check: GrammarCheck, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert check.check(_SMALL)[1] == ""
+    assert check.check(_SMALL) == ""
     assert check._process is not None
     check._process.kill()
-    assert check.check(_SMALL)[1] == ""
+    assert check.check(_SMALL) == ""
     monkeypatch.setattr(structured, "_CHILD", "print(flush=True)")  # it ends whatever it is asked
     check._process.kill()
-    assert "llguidance failed" in check.check(_SMALL)[1]
+    assert "llguidance failed" in check.check(_SMALL)
 
 
 def test_the_reason_comes_from_the_process(check: GrammarCheck) -> None:
-    assert "regex parse error" in check.check(_grammar({"type": "string", "pattern": "("}))[1]
-    assert check.check(_SMALL)[1] == ""
+    assert "regex parse error" in check.check(_grammar({"type": "string", "pattern": "("}))
+    assert check.check(_SMALL) == ""
 
 
 @pytest.mark.skipif("sys.platform != 'linux'")
 def test_memory_is_bounded(check: GrammarCheck, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured, "MEMORY_BYTES", 2**23)
-    assert "too much memory" in check.check(_grammar(_LARGE), within=60)[1]
-    assert check.check(_SMALL)[1] == ""
+    assert "too much memory" in check.check(_grammar(_LARGE), within=60)
+    assert check.check(_SMALL) == ""
 
 
 def test_a_file_in_the_working_directory_is_no_module(
@@ -74,7 +77,7 @@ def test_a_file_in_the_working_directory_is_no_module(
 ) -> None:
     (tmp_path / "json.py").write_text("raise SystemExit(1)")
     monkeypatch.chdir(tmp_path)
-    assert check.check(_SMALL)[1] == ""
+    assert check.check(_SMALL) == ""
 
 
 def test_closing_waits_for_no_grammar_and_nothing_is_started_afterwards() -> None:
@@ -86,7 +89,7 @@ def test_closing_waits_for_no_grammar_and_nothing_is_started_afterwards() -> Non
         except ApiError as error:
             raised.append(error)
 
-    assert check.check(_SMALL)[1] == ""
+    assert check.check(_SMALL) == ""
     process = check._process
     assert process is not None
     thread = threading.Thread(target=work)

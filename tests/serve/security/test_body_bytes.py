@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ def test_a_key_that_fills_the_memory_is_refused_and_another_is_not() -> None:
             await send({"type": "http.response.start", "status": 200, "headers": []})
 
         pool = FairPool(max_waiting=8, name="test")
-        limited = BodyLimit(app, limits=Limits(max_total_body_bytes=100), pool=pool)
+        limited = BodyLimit(app, limits=Limits(max_total_body_bytes=100), pool=pool, under_way=Counter())
 
         async def request(tenant: str, size: int) -> int:
             statuses: list[int] = []
@@ -106,7 +107,7 @@ def test_one_keys_many_bodies_do_not_come_before_anothers_one() -> None:
         async def app(scope: Any, receive: Any, send: Any) -> None:
             ended.append(scope["state"]["caller"].tenant)
 
-        limited = BodyLimit(app, limits=Limits(), pool=FairPool(max_waiting=8, name="test"))
+        limited = BodyLimit(app, limits=Limits(), pool=FairPool(max_waiting=8, name="test"), under_way=Counter())
 
         async def request(tenant: str) -> None:
             pieces = iter(range(9, -1, -1))
@@ -135,7 +136,7 @@ def _received(limits: Limits, pieces: int, *, bodies: int, stuck: int = 0) -> tu
         async def send(message: Any) -> None:
             pass
 
-        limited = BodyLimit(app, limits=limits, pool=FairPool(max_waiting=8, name="test"))
+        limited = BodyLimit(app, limits=limits, pool=FairPool(max_waiting=8, name="test"), under_way=Counter())
 
         async def request(count: int, *, ends: bool = True) -> None:
             left = iter(range(count - 1, -1, -1))

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 import pytest
 
 from kvboost.serve.errors import ApiError
-from kvboost.serve.security.fair_pool import FairPool, Pace
+from kvboost.serve.security.fair_pool import FairPool
 
 
 class _Work:
@@ -186,122 +186,30 @@ def test_an_error_is_raised_where_the_result_is_waited_for() -> None:
     asyncio.run(scenario())
 
 
-def test_one_that_worked_rests_while_the_other_goes_on() -> None:
+def test_a_pool_with_nothing_to_do_can_be_closed() -> None:
     async def scenario() -> None:
-        pool, work = FairPool(max_waiting=10, name="test", pace=Pace(1000.0)), _Work()
-
-        def busy() -> None:
-            until = time.thread_time() + 0.05
-            while time.thread_time() < until:
-                pass
-
-        with pool.pace.here("a"), pool.pace.here("b"):
-            await pool.run("a", busy)
-            rests = _tasks(pool, work, "a1")
-            await asyncio.gather(*_tasks(pool, work, "b1 b2"))
-            await asyncio.sleep(0.2)
-            assert work.done == ["b1", "b2"]
-        rests[0].cancel()
+        pool = FairPool(max_waiting=10, name="closed-idle")
+        await pool.run("a", time.sleep, 0)
         pool.close()
+        await _ended("closed-idle")
 
     asyncio.run(scenario())
 
 
-def test_a_request_rests_before_it_is_begun_and_not_between_its_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        monkeypatch.setattr("kvboost.serve.security.fair_pool._MAX_REST_S", 1e9)
-        pace, work = Pace(1e9), _Work()
-        reading, compiling = (FairPool(max_waiting=10, name="test", pace=pace) for _ in range(2))
-
-        async def request(name: str) -> None:
-            with pace.here("a"):
-                await reading.run("a", time.sleep, 0.01)
-                await compiling.run("a", time.sleep, 0.01)
-                await reading.run("a", work.note, name)
-
-        with pace.here("b"):
-            first = asyncio.create_task(request("a1"))
-            await asyncio.sleep(0)
-            second = asyncio.create_task(request("a2"))
-            await asyncio.wait_for(first, 20)
-            await asyncio.sleep(0.2)
-            assert work.done == ["a1"]
-            assert reading.waiting == 1, "the second waits for its first stage"
-        second.cancel()
-        await asyncio.gather(second, return_exceptions=True)
-        reading.close()
-        compiling.close()
-
-    asyncio.run(scenario())
-
-
-def test_what_goes_on_with_a_request_comes_before_what_begins_one() -> None:
+def test_the_end_of_an_answer_comes_before_its_tenants_other_work() -> None:
     async def scenario() -> list[str]:
-        pool, other, work = FairPool(max_waiting=10, name="test"), FairPool(max_waiting=10, name="test"), _Work()
-
-        async def request(name: str) -> None:
-            with pool.pace.here("a"):
-                await other.run("a", work.note, name + " begins")
-                await pool.run("a", work.note, name + " goes on")
-
+        pool, work = FairPool(max_waiting=10, name="test"), _Work()
         first = await _blocked(pool, work)
         tasks = _tasks(pool, work, "a1 a2")
         await asyncio.sleep(0)
-        requests = [asyncio.create_task(request(name)) for name in ("a3", "a4")]
-        while pool.waiting < 4:
-            await asyncio.sleep(0.001)
+        tasks += [asyncio.create_task(pool.finish("a", work.note, name)) for name in ("a3", "a4")]
+        await asyncio.sleep(0)
         work.go.set()
-        await asyncio.gather(first, *tasks, *requests)
+        await asyncio.gather(first, *tasks)
         pool.close()
-        other.close()
         return work.done
 
-    assert asyncio.run(scenario())[-4:] == ["a3 goes on", "a4 goes on", "a1", "a2"]
-
-
-def test_who_rests_goes_on_when_the_others_have_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        monkeypatch.setattr("kvboost.serve.security.fair_pool._HERE_S", 0.1)
-        pool, work = FairPool(max_waiting=10, name="test", pace=Pace(1e9)), _Work()
-        with pool.pace.here("b"):
-            await pool.run("a", time.sleep, 0.01)
-            rests = _tasks(pool, work, "a1")
-            await asyncio.sleep(0.2)
-            assert work.done == []
-        assert await asyncio.wait_for(rests[0], 20) == "a1"
-        pool.close()
-
-    asyncio.run(scenario())
-
-
-def test_a_pool_whose_tenants_rest_can_be_closed() -> None:
-    async def scenario() -> None:
-        pool = FairPool(max_waiting=10, name="closed-at-rest", pace=Pace(1e9))
-        with pool.pace.here("b"):
-            await pool.run("a", time.sleep, 0.01)
-            task = asyncio.create_task(pool.run("a", time.sleep, 0))
-            await asyncio.sleep(0.05)
-            pool.close()
-            await _ended("closed-at-rest")
-            task.cancel()
-
-    asyncio.run(scenario())
-
-
-def test_the_end_of_an_answer_does_not_rest_and_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        monkeypatch.setattr("kvboost.serve.security.fair_pool._MAX_REST_S", 1e9)
-        pool, work = FairPool(max_waiting=10, name="test", pace=Pace(1e9)), _Work()
-        with pool.pace.here("b"):
-            await pool.run("a", time.sleep, 0.01)
-            rests = _tasks(pool, work, "a1")
-            await asyncio.sleep(0)
-            assert await asyncio.wait_for(pool.finish("a", work.note, "a2"), 20) == "a2"
-            assert work.done == ["a2"]
-        rests[0].cancel()
-        pool.close()
-
-    asyncio.run(scenario())
+    assert asyncio.run(scenario()) == ["a3", "a4", "a1", "a2"]
 
 
 def test_a_pool_closed_while_it_works_ends_its_thread() -> None:

@@ -159,12 +159,16 @@ def test_what_a_revoked_key_holds_is_released_once_its_requests_are_done(
             before = keys.callers
             file.write_text(OTHER_KEY)
             keys.read_again()
+            service.under_way[gone] += 1  # another one, whose body is read
             revoked = asyncio.create_task(service.revoke(before))
             await asyncio.sleep(0.3)
             assert not running.done(), "too short to show anything"
             assert tenants() == {gone, stays}, "closed under a running request"
             answer = await running
             assert answer.json()["usage"]["completion_tokens"] == 1500
+            await asyncio.sleep(0.3)
+            assert tenants() == {gone, stays}, "closed under a request that is read"
+            service.under_way[gone] -= 1
             await asyncio.wait_for(revoked, 10)
             assert tenants() == {stays}
             assert service.pins.listed() == []

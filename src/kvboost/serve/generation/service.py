@@ -9,6 +9,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, nullcontext
 from dataclasses import replace
@@ -34,11 +35,10 @@ from kvboost.serve.schemas.base import ResponseFormat
 from kvboost.serve.schemas.responses import InlineSchemaFormat
 from kvboost.serve.security.auth import Caller, Keys
 from kvboost.serve.security.bodies import Tokenizing
-from kvboost.serve.security.fair_pool import FairPool, Pace
+from kvboost.serve.security.fair_pool import FairPool
 from kvboost.serve.security.limits import Limits, PromptLengths, Rates, Shares
 
 _log = logging.getLogger("kvboost.serve")
-_REST = 4.0  # seconds for each second that one tenant's large requests and schemas took, while others are here
 _LOOK_S = 1.0  # for requests of a key that was revoked
 _NEW_TOKENS = 4096  # of an answer of a model that says nothing about its positions
 
@@ -76,11 +76,13 @@ class Service:
         self.responses = ResponseMemory(limits.max_remembered_bytes)
         self.streams = Shares(limits.max_streams, refusal=f"{limits.max_streams} requests are being answered")
         self.rates = Rates(limits)
-        pace, most = Pace(_REST), limits.max_waiting_prompts
+        self.under_way: Counter[str] = Counter()
+        """Requests of each tenant, from their first byte to their last. For the event loop."""
+        most = limits.max_waiting_prompts
         # A schema can take seconds: one thread, in which the tenants take turns.
-        self.compiling = FairPool(max_waiting=most, name="kvboost-grammar", pace=pace)
+        self.compiling = FairPool(max_waiting=most, name="kvboost-grammar")
         # Large requests are counted, parsed and tokenised in one thread, as the interpreter runs one at a time.
-        self.reading = FairPool(max_waiting=most, name="kvboost-large", pace=pace)
+        self.reading = FairPool(max_waiting=most, name="kvboost-large")
         self.tokenizing = Tokenizing(max_waiting=most, large=self.reading)
         self.scoring = FairPool(max_waiting=most, name="kvboost-score")
         self.kept = KeptStats(engine)
@@ -106,7 +108,7 @@ class Service:
         gone, idle_before = {caller.tenant for caller in before}, set[str]()
         while gone := gone - {caller.tenant for caller in self.keys.callers}:
             at_work = self.runner.load().tenants
-            idle = {tenant for tenant in gone if tenant not in at_work and not self.reading.pace.is_under_way(tenant)}
+            idle = {tenant for tenant in gone if tenant not in at_work and not self.under_way[tenant]}
             # Seen twice: a job may be submitted or released just after its client has gone.
             for tenant in idle & idle_before:
                 if tenant in {caller.tenant for caller in self.keys.callers}:
@@ -173,14 +175,11 @@ class Service:
         offer = offer or Offer()
         if offer.tools and wanted is not None and wanted.type != "text":
             raise bad_request("tools and a JSON format do not go together here", param=param)
-        charge = partial(self.compiling.pace.worked, tenant)
         if offer.forced:
-            return await self.compiling.run(tenant, self.grammars.compile_call, offer.forced, charge=charge)
+            return await self.compiling.run(tenant, self.grammars.compile_call, offer.forced)
         if wanted is None:
             return None
-        return await self.compiling.run(
-            tenant, self.grammars.compile, wanted, limits=self.limits, param=param, charge=charge
-        )
+        return await self.compiling.run(tenant, self.grammars.compile, wanted, limits=self.limits, param=param)
 
     @asynccontextmanager
     async def generating(self, generation: GenerationRequest, *, prefix: str) -> AsyncIterator[Answer]:

@@ -3,7 +3,7 @@
 Made from ``response_format`` and ``tool_choice``, run by whoever draws tokens, through ``Job.constrain``. Needs
 llguidance (``kvboost[structured]``). Invariants: a client's schema is compiled once per request, in a worker thread,
 within the server's limits; one that cannot be compiled, or not in time, is refused before anything is computed. What a
-grammar costs on the model's thread is bounded, and charged to its tenant.
+grammar costs on the model's thread is bounded.
 
 Each grammar is compiled in a process of its own first: only so can a compiler be stopped that takes minutes or all
 memory. One that passes took at most ``COMPILE_S`` and ``MEMORY_BYTES`` there, and takes about as much again here; one
@@ -68,15 +68,15 @@ class GrammarCheck:
         self._process: subprocess.Popen[str] | None = None
         self._closed = False
 
-    def check(self, grammar: str, *, within: float = COMPILE_S) -> tuple[float, str]:
-        """How long compiling it took, and why it cannot be used; empty if it can."""
+    def check(self, grammar: str, *, within: float = COMPILE_S) -> str:
+        """Why it cannot be used; empty if it can."""
         with self._lock:
-            seconds, why = self._ask(grammar, within)
+            why = self._ask(grammar, within)
             if why is None:  # the process was killed from outside, as a rule, which says nothing about the grammar
-                seconds, why = self._ask(grammar, within)
-            return seconds, _FAILED if why is None else why
+                why = self._ask(grammar, within)
+            return _FAILED if why is None else why
 
-    def _ask(self, grammar: str, within: float) -> tuple[float, str | None]:
+    def _ask(self, grammar: str, within: float) -> str | None:
         """The same; no reason if the process ended without one."""
         process = self._running()
         assert process.stdin is not None
@@ -87,7 +87,7 @@ class GrammarCheck:
             late.set()
             process.kill()
 
-        began, timer = monotonic(), threading.Timer(within, stop)
+        timer = threading.Timer(within, stop)
         timer.start()
         try:
             process.stdin.write(json.dumps(grammar) + "\n")
@@ -97,14 +97,13 @@ class GrammarCheck:
             answer = ""
         finally:
             timer.cancel()
-        seconds = monotonic() - began
         if answer.endswith("\n"):
             why: str = json.loads(answer)
-            return seconds, why
+            return why
         self._end()  # now: a process that is dying still looks alive to the next grammar
         if late.is_set():
-            return seconds, TOO_LONG
-        return seconds, _TOO_LARGE if process.returncode == -signal.SIGABRT else None  # what Rust does without memory
+            return TOO_LONG
+        return _TOO_LARGE if process.returncode == -signal.SIGABRT else None  # what Rust does without memory
 
     def _running(self) -> subprocess.Popen[str]:
         """The process, started if there is none."""
@@ -155,8 +154,6 @@ _ANY_OBJECT = {"type": "object"}
 _MASK_S = 0.1  # of a processor, for the masks of an answer; llguidance's slowest of 10,000 usual schemas takes 0.02
 _TOKEN_S = 0.002  # and for each new token; on average it takes 0.00005
 Constrain = Callable[[list[int], "torch.Tensor"], None]
-Charge = Callable[[float], None]
-"""Told how many seconds of a processor were spent."""
 
 
 class Grammars:
@@ -185,12 +182,9 @@ class Grammars:
             log_failure(_log, error, "answers cannot follow schemas with this tokenizer")
 
     def compile(
-        self, wanted: ResponseFormat | InlineSchemaFormat | None, *, limits: Limits, param: str, charge: Charge
+        self, wanted: ResponseFormat | InlineSchemaFormat | None, *, limits: Limits, param: str
     ) -> Callable[[], Constrain] | None:
-        """Makes constraints, one per answer, for the format; None for free text.
-
-        ``charge`` is called with what they cost, and what compiling cost outside this process.
-        """
+        """Makes constraints, one per answer, for the format; None for free text."""
         if wanted is None or isinstance(wanted, TextFormat):
             return None
         if isinstance(wanted, JsonObjectFormat):
@@ -199,14 +193,12 @@ class Grammars:
             schema = wanted.schema_ if isinstance(wanted, InlineSchemaFormat) else wanted.json_schema.schema_
         check_json(schema, limits=limits, param=param)
         _check_installed(param)
-        first = self._of_schema(schema, charge, within=COMPILE_S)
+        first = self._of_schema(schema, within=COMPILE_S)
         if isinstance(first, str):
             raise bad_request(f"this schema cannot be used: {first}", param=param, code="invalid_schema")
-        return lambda: _GrammarConstraint(first.deep_copy(), self._matchers.end_token_ids, charge)
+        return lambda: _GrammarConstraint(first.deep_copy(), self._matchers.end_token_ids)
 
-    def compile_call(
-        self, functions: Mapping[str, Mapping[str, Any] | None], *, charge: Charge
-    ) -> Callable[[], Constrain]:
+    def compile_call(self, functions: Mapping[str, Mapping[str, Any] | None]) -> Callable[[], Constrain]:
         """Makes constraints, one per answer, for one call, ``{"name": ..., "arguments": {...}}``.
 
         ``functions`` are the names that may be called and the schemas of their arguments; None for no arguments.
@@ -227,19 +219,19 @@ class Grammars:
             for number, (name, schema) in enumerate(schemas.items())
         ]
         start = "start: " + " | ".join(f"call{number}" for number in range(len(rules)))
-        first = self._matcher(LLMatcher.grammar_from_lark("\n".join([start, *rules])), charge, within=COMPILE_S)
+        first = self._matcher(LLMatcher.grammar_from_lark("\n".join([start, *rules])), within=COMPILE_S)
         if isinstance(first, str):
             ends = monotonic() + (COMPILE_S if first != TOO_LONG else 0.0)  # looking for the one takes no longer either
             for name, schema in schemas.items():
                 if (left := ends - monotonic()) <= 0:
                     break
-                alone = self._of_schema(schema, charge, within=left)
+                alone = self._of_schema(schema, within=left)
                 if isinstance(alone, str) and alone != TOO_LONG:
                     raise _no_schema(name, alone)
             raise bad_request(f"these tools cannot be used: {first}", param="tools", code="invalid_schema")
-        return lambda: _GrammarConstraint(first.deep_copy(), self._matchers.end_token_ids, charge)
+        return lambda: _GrammarConstraint(first.deep_copy(), self._matchers.end_token_ids)
 
-    def _of_schema(self, schema: dict[str, Any], charge: Charge, *, within: float) -> Any:
+    def _of_schema(self, schema: dict[str, Any], *, within: float) -> Any:
         """The matcher of a schema, or the reason why there is none."""
         from llguidance import LLMatcher
 
@@ -247,15 +239,11 @@ class Grammars:
             grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=WRITTEN)
         except ValueError as error:
             return str(error)
-        return self._matcher(grammar, charge, within=within)
+        return self._matcher(grammar, within=within)
 
-    def _matcher(self, grammar: str, charge: Charge, *, within: float) -> Any:
+    def _matcher(self, grammar: str, *, within: float) -> Any:
         """The matcher of a grammar, or the reason why there is none."""
-        seconds, why = self._check.check(grammar, within=within)
-        charge(seconds)
-        if why:
-            return why
-        return self._matchers.compile(grammar)
+        return self._check.check(grammar, within=within) or self._matchers.compile(grammar)
 
 
 def _check_installed(param: str) -> None:
@@ -274,17 +262,15 @@ def _call_opens(name: str) -> str:
 class _GrammarConstraint:
     """Constrains one answer to a grammar."""
 
-    def __init__(self, matcher: Any, end_token_ids: Sequence[int], charge: Charge) -> None:
-        self._following, self._charge = Following(matcher, end_token_ids), charge
+    def __init__(self, matcher: Any, end_token_ids: Sequence[int]) -> None:
+        self._following = Following(matcher, end_token_ids)
         self._spent = 0.0
 
     def __call__(self, produced: list[int], logits: torch.Tensor) -> None:
         """Forbid, in place, every token that cannot come next. ``logits`` [vocabulary]."""
         began = thread_time()
         allowed = self._following.allowed(produced, logits.shape[0])
-        seconds = thread_time() - began
-        self._charge(seconds)
-        self._spent += seconds
+        self._spent += thread_time() - began
         if self._spent > _MASK_S + _TOKEN_S * len(produced):
             raise ConfigError("the schema takes too long to follow; simplify the schema, its patterns most of all")
         if allowed is not None:

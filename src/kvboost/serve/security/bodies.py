@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -101,9 +101,9 @@ class _Held:
 class BodyLimit:
     """Hands requests on whose bodies are small and whole; answers the others."""
 
-    def __init__(self, app: ASGIApp, *, limits: Limits, pool: FairPool) -> None:
-        """``pool`` looks at large bodies, and its pace learns who is here."""
-        self._app, self._limits, self._pool = app, limits, pool
+    def __init__(self, app: ASGIApp, *, limits: Limits, pool: FairPool, under_way: Counter[str]) -> None:
+        """``pool`` looks at large bodies. ``under_way`` is told how many requests each tenant has."""
+        self._app, self._limits, self._pool, self._under_way = app, limits, pool, under_way
         refusal = f"the requests under way have {limits.max_total_body_bytes} bytes"
         self._bytes = Shares(limits.max_total_body_bytes, refusal=refusal)
         self._coming: defaultdict[str, dict[_Held, float]] = defaultdict(dict)
@@ -111,17 +111,17 @@ class BodyLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Receive the whole body first: only then is it known to be small enough."""
-        # Others have no body that is read, and anybody may send them: nobody waits for it, or rests for a probe of
-        # /health.
+        # Others have no body that is read, and anybody may send them: nobody waits for it.
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
         caller = scope.get("state", {}).get("caller")
         held = _Held(self._bytes, caller.tenant if caller is not None else "")
+        self._under_way[held.tenant] += 1
         try:
-            with self._pool.pace.here(held.tenant):
-                await self._answer(scope, receive, send, held)
+            await self._answer(scope, receive, send, held)
         finally:
+            self._under_way[held.tenant] -= 1
             held.release()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, held: _Held) -> None:
