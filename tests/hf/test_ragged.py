@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvboost.errors import UnsupportedModelError
 from kvboost.hf import ragged as ragged_module
+from kvboost.hf.attention import registered
 from kvboost.hf.cache import SlabCache
 from kvboost.hf.probe import probe_model
 from kvboost.hf.ragged import RaggedRunner, SharedPrefix, exchanged, gains_exchanged, probe_ragged
@@ -261,3 +262,37 @@ def test_a_failed_step_leaves_the_caches_as_long_as_they_were(
     rows[1].set_length(rows[1].capacity)
     with pytest.raises(ValueError, match="capacity for one more"):
         ragged.decode([1, 2], batch)
+
+
+def test_models_with_flash_attention_are_decoded_together_too(
+    tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel itself is not there: torch's stands in for it, causal from the lower right."""
+
+    def kernel(query: Any, key: Any, value: Any, mask: Any, *, softmax_scale: float, **_: Any) -> torch.Tensor:
+        assert mask is None
+        calls.append(query.shape[0])
+        rows, keys = query.shape[1], key.shape[1]
+        return torch.nn.functional.scaled_dot_product_attention(
+            *(states.transpose(1, 2) for states in (query, key, value)),
+            attn_mask=torch.ones(rows, keys).tril(keys - rows) > 0,
+            scale=softmax_scale,
+            enable_gqa=True,
+        ).transpose(1, 2)
+
+    calls: list[int] = []
+    monkeypatch.setattr("transformers.integrations.flash_attention._flash_attention_forward", kernel)
+    model = copy.deepcopy(tiny("llama"))
+    model.config._attn_implementation = "flash_attention_2"
+    before = registered("flash_attention_2")
+    runner = ModelRunner(model)
+    ragged = probe_ragged(runner, probe_model(model).layout)
+    assert registered("flash_attention_2") == before, "the model is the same as before, and so is its key"
+    alone = [filled(runner, prompt) for prompt in (_TEXT[:40], _TEXT[50:53])]
+    assert calls, "alone the kernel runs"
+    batch, _ = joined(alone)
+    calls.clear()
+    found = ragged.decode([7, 9], batch)
+    assert not calls, "together the step's own attention does"
+    expected = [runner.append([t], cache, logits=True) for t, cache in zip((7, 9), alone, strict=True)]
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-4)

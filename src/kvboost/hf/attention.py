@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -44,7 +45,8 @@ _CALL_ROWS = 1024
 _MAX_FOLDED = 1 << 22  # elements of a mask repeated for folded heads; above it, repeating the keys is cheaper
 _KEPT_BIASES = 2  # models have at most two kinds of layers: with a window and without
 _MASK_ARGUMENTS = tuple(inspect.signature(sdpa_mask).parameters)
-_OPTIONS = tuple(inspect.signature(sdpa_attention_forward).parameters)[5:]
+_FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+"""What plans without a mask may be for, too."""
 _PLAIN_ONLY = ("softcap", "s_aux", "position_bias", "head_mask")
 
 
@@ -96,22 +98,27 @@ _active = _Active()
 
 
 @contextmanager
-def attending(plan: Plan) -> Iterator[None]:
-    """Within this block the attention of models in this thread follows ``plan``.
+def attending(plan: Plan, *, of: str = NAME) -> Iterator[None]:
+    """Within this block the attention of models in this thread follows ``plan``, where it is called ``of``.
 
+    Only ``sdpa`` asks a plan for masks; the flash kernels have none.
     Where a model does not use Transformers' interface, or somebody registered an attention or a mask of their own,
     nothing follows it; who must be followed checks it.
     """
     before = _active.plan
-    _active.plan = plan if _is_registered() else None
+    _active.plan = plan if _is_registered(of) else None
     try:
         yield
     finally:
         _active.plan = before
 
 
-def _is_registered() -> bool:
+def _is_registered(name: str) -> bool:
     """Whether ours are registered with Transformers; in the place of its own they are, for the life of the process."""
+    if name in _FLASH:
+        if AttentionInterface().get(name) is flash_attention_forward:
+            AttentionInterface.register(name, flash_attention)
+        return AttentionInterface().get(name) is flash_attention
     found = AttentionInterface().get(NAME), AttentionMaskInterface().get(NAME)
     if found == (sdpa_attention_forward, sdpa_mask):
         AttentionMaskInterface.register(NAME, mask)
@@ -135,7 +142,7 @@ def registered(name: str) -> tuple[Any, ...]:
     Transformers' own for ours, which is registered during the first request: the model is the same as before.
     """
     found = (interface().get(name) for interface in (AttentionInterface, AttentionMaskInterface))
-    own = {attention: sdpa_attention_forward, mask: sdpa_mask}
+    own = {attention: sdpa_attention_forward, flash_attention: flash_attention_forward, mask: sdpa_mask}
     return tuple(own.get(function, function) for function in found if function is not None)
 
 
@@ -148,22 +155,30 @@ def mask(*by_position: Any, **asked: Any) -> torch.Tensor | None:
     return plan.mask(**dict(zip(_MASK_ARGUMENTS, by_position, strict=False)), **asked)
 
 
-def attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *by_position: Any,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """What is registered with Transformers for attention."""
-    plan = None if torch.compiler.is_dynamo_compiling() else _active.plan
-    if plan is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, *by_position, **kwargs)  # type: ignore[no-any-return]
-    kwargs = {**dict(zip(_OPTIONS, by_position, strict=False)), **kwargs}
-    plain = partial(sdpa_attention_forward, module, query, key, value, attention_mask, **kwargs)
-    return _follow(plan, Call(module, query, key, value, attention_mask, kwargs, lambda: plain()[0])), None
+def _following(own: Callable[..., Any]) -> Callable[..., tuple[torch.Tensor, None]]:
+    """What is registered with Transformers for attention in the place of ``own``."""
+    options = tuple(inspect.signature(own).parameters)[5:]
+
+    def attention(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *by_position: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        plan = None if torch.compiler.is_dynamo_compiling() else _active.plan
+        if plan is None:
+            return own(module, query, key, value, attention_mask, *by_position, **kwargs)  # type: ignore[no-any-return]
+        kwargs = {**dict(zip(options, by_position, strict=False)), **kwargs}
+        plain = partial(own, module, query, key, value, attention_mask, **kwargs)
+        return _follow(plan, Call(module, query, key, value, attention_mask, kwargs, lambda: plain()[0])), None
+
+    return attention
+
+
+attention, flash_attention = _following(sdpa_attention_forward), _following(flash_attention_forward)
 
 
 @dataclass

@@ -275,7 +275,10 @@ class RaggedRunner:
             exchange = self._exchange and len(rows) in _EXCHANGED_ROWS
         step = _DecodeStep(steps, [self._windows[layer] for layer in batch.layout.with_kv])
         cache = _batch_cache(batch, step)
-        with attending(step), replaced(_exchanging(self._runner.model) if exchange else ()):
+        with (
+            attending(step, of=self._runner.model.config._attn_implementation),
+            replaced(_exchanging(self._runner.model) if exchange else ()),
+        ):
             logits = self._runner.run_batch(inputs[0].view(-1, 1), cache, position_ids=inputs[1].view(-1, 1))
         if step.attended != (0 if batch.layout.counts else len(batch.layout.with_kv)):
             raise UnsupportedModelError(f"not all its layers attend through Transformers' {NAME!r}. {_ONE_BY_ONE}")
