@@ -9,6 +9,7 @@ previous length.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -26,10 +27,13 @@ from kvboost.hf.numerics.forwards import Forward, replaced, set_on
 from kvboost.hf.packed_weights import is_packed
 from kvboost.hf.peft_layers import walk
 from kvboost.hf.probe import compare_logits
+from kvboost.hf.row_pages import RowPages, has_kernel
 from kvboost.hf.rows import RowBatch, RowGroup
 from kvboost.hf.runner import ModelRunner
 
 _PROBE_LENGTHS = (7, 12, 12)
+_log = logging.getLogger(__name__)
+
 _ONE_BY_ONE = "Its sequences are decoded one after another."
 _MIN_SAVED = 2048  # tokens; below that merging two attentions costs more than it saves
 _PAD_TO = 128  # positions; the kernel's sums then do not depend on how much of a row is masked
@@ -74,9 +78,12 @@ class _RaggedStateLayer(StateLayer, _RaggedLayer):
 class _GroupStep:
     """One group in a decode step: where its new KV goes, and what each sequence may see."""
 
-    def __init__(self, group: RowGroup, begin: int, lengths: torch.Tensor, *, shared_tokens: int) -> None:
+    def __init__(
+        self, group: RowGroup, begin: int, lengths: torch.Tensor, *, shared_tokens: int, in_pages: bool
+    ) -> None:
         """``lengths`` [rows] is on the device of the token ids; ``shared_tokens`` are the same in all rows."""
         self._stores, self._shared_tokens = group.stores, shared_tokens
+        self._capacity, self._in_pages = group.capacity, in_pages
         held = [row.get_seq_length() for row in group.rows]
         self._shortest, self._longest = min(held), max(held) + 1
         self._padded = min(-(-self._longest // _PAD_TO) * _PAD_TO, group.capacity)
@@ -85,6 +92,7 @@ class _GroupStep:
         self._lengths = {lengths.device: lengths}
         self._rows: dict[torch.device, torch.Tensor] = {}
         self._biases: dict[tuple[torch.device, int | None], tuple[int, torch.Tensor]] = {}
+        self._pages: dict[torch.device, RowPages] = {}
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write one new token of every sequence, [batch, heads, 1, dim]."""
@@ -98,6 +106,8 @@ class _GroupStep:
     def attend(self, layer: int, query: torch.Tensor, scale: float | None, window: int | None) -> torch.Tensor:
         """[rows, heads, 1, dim]. Heads that share keys become rows of one query, so no key is repeated."""
         keys, values = self._stores[2 * layer], self._stores[2 * layer + 1]
+        if self._in_pages:
+            return self._pages_on(keys.device).attend(query, keys, values, scale, window)
         rows, heads, _, dim = query.shape
         key_heads = keys.shape[1]
         grouped = query.reshape(rows, key_heads, heads // key_heads, dim)
@@ -138,6 +148,12 @@ class _GroupStep:
             bias = torch.zeros(hidden.shape, dtype=keys.dtype, device=keys.device).masked_fill_(hidden, -torch.inf)
             known = self._biases[keys.device, window] = (first, bias[:, None, None])
         return known
+
+    def _pages_on(self, device: torch.device) -> RowPages:
+        if device not in self._pages:
+            lengths = self._lengths_on(device)
+            self._pages[device] = RowPages(lengths, longest=self._longest, capacity=self._capacity)
+        return self._pages[device]
 
     def _lengths_on(self, device: torch.device) -> torch.Tensor:
         """Copied once per step to every device that has layers."""
@@ -239,8 +255,9 @@ def _exchanging(model: torch.nn.Module) -> list[tuple[torch.nn.Module, Forward]]
 class RaggedRunner:
     """Joint decode steps of one model. Make it with :func:`probe_ragged`, which tests that the model supports them."""
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
+    def __init__(self, runner: ModelRunner, *, in_pages: bool = False) -> None:
+        """With ``in_pages`` the rows of a group are attended to without a mask, by :mod:`kvboost.hf.row_pages`."""
+        self._runner, self._in_pages = runner, in_pages
         self._windows = windows_by_layer(runner.model)
         mkl: Any = torch.backends.mkl
         self._exchange = mkl.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -270,7 +287,8 @@ class RaggedRunner:
             begin = steps[-1].batch.stop if steps else 0
             members = range(begin, begin + len(group.rows))
             common = self._shared_by_all(members, shared)
-            steps.append(_GroupStep(group, begin, inputs[1, begin : members.stop], shared_tokens=common))
+            lengths_of = inputs[1, begin : members.stop]
+            steps.append(_GroupStep(group, begin, lengths_of, shared_tokens=common, in_pages=self._in_pages))
         if exchange is None:
             exchange = self._exchange and len(rows) in _EXCHANGED_ROWS
         step = _DecodeStep(steps, [self._windows[layer] for layer in batch.layout.with_kv])
@@ -294,14 +312,22 @@ class RaggedRunner:
         return found if pays and self._runner.device.type == "cpu" else 0
 
 
-@torch.no_grad()
 def probe_ragged(runner: ModelRunner, layout: KVLayout) -> RaggedRunner:
     """A runner of joint steps, after testing that they give the results of single ones.
 
     Raises UnsupportedModelError with the reason if they do not.
     """
+    if all(has_kernel(spec.device) for spec in layout.slots):
+        try:
+            return _probed(RaggedRunner(runner, in_pages=True), runner, layout)
+        except UnsupportedModelError as error:
+            _log.info("rows are attended to under a mask: %s", error)
+    return _probed(RaggedRunner(runner), runner, layout)
+
+
+@torch.no_grad()
+def _probed(ragged: RaggedRunner, runner: ModelRunner, layout: KVLayout) -> RaggedRunner:
     config = runner.model.config.get_text_config(decoder=True)
-    ragged = RaggedRunner(runner)
     vocab = min(config.vocab_size, 30_000)
     batch = RowBatch(layout)
     alone, tokens, states = [], [], []
