@@ -15,8 +15,10 @@ from kvboost.hf import lower_right as module
 from kvboost.hf.attention import Plan, UnsupportedAttentionError, attending
 from kvboost.hf.cache import SlabCache
 from kvboost.hf.lower_right import LowerRight, probe_lower_right
+from kvboost.hf.numerics import choose_numerics
 from kvboost.hf.probe import probe_model
 from kvboost.hf.runner import ModelRunner
+from kvboost.hf.shape import shape_of
 from tests.helpers.devices import Devices, on_device, put
 from tests.helpers.models import tiny_model
 
@@ -26,11 +28,11 @@ _TEXT = torch.randint(3, 97, (120,), generator=torch.Generator().manual_seed(5))
 def prefilled(runner: ModelRunner, cuts: list[int], *, without_masks: bool) -> tuple[SlabCache, torch.Tensor]:
     """The text in these steps, and its last logits."""
     cache = SlabCache(probe_model(runner.model).layout, capacity=len(_TEXT))
-    runner.lower_right, start, logits = without_masks, 0, None
+    runner.unmasked, start, logits = "lower right" if without_masks else None, 0, None
     for end in (*cuts, len(_TEXT)):
         logits = runner.append(_TEXT[start:end], cache, logits=True)
         start = end
-    runner.lower_right = False
+    runner.unmasked = None
     assert logits is not None
     return cache, logits
 
@@ -56,7 +58,7 @@ def test_no_mask_is_made_and_no_key_is_repeated(tiny: Callable[..., Any], monkey
         seen.append((query.shape[1], key.shape[1]))
         return dispatch(query, key, *args, **kwargs)
 
-    cache, runner.lower_right = SlabCache(probe_model(runner.model).layout, capacity=120), True
+    cache, runner.unmasked = SlabCache(probe_model(runner.model).layout, capacity=120), "lower right"
     monkeypatch.setattr("kvboost.hf.attention.sdpa_mask", None)
     monkeypatch.setattr(CausalBias, "_dispatch", staticmethod(watched))
     runner.append(_TEXT[:40], cache, logits=False)
@@ -106,3 +108,53 @@ def test_what_needs_more_than_a_mask_is_refused(tiny: Callable[..., Any]) -> Non
         plan.attend(call)
     with attending(Plan()):
         assert plan.mask(mask_function=module.causal_mask_function) is plan.causal
+
+
+def whole(query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, rows: int, keys: int, **given: Any) -> torch.Tensor:
+    """``varlen_attn`` as torch documents it, for one sequence: each row by itself, as in whole sums."""
+    assert given["num_splits"] == 1
+    assert given["window_size"] == (-1, 0)
+    assert (cu_q.tolist(), cu_k.tolist()) == ([0, rows], [0, keys])
+    group = query.shape[1] // key.shape[1]
+    key, value = (one.repeat_interleave(group, 1).transpose(0, 1) for one in (key, value))
+    found = []
+    for row in range(rows):
+        seen = keys - rows + row + 1
+        weights = ((query[row][:, None] * key[:, :seen]).sum(-1) * given["scale"]).softmax(-1)
+        found.append((weights[..., None] * value[:, :seen]).sum(1))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("depends", [False, True])
+def test_without_a_grid_where_sums_do_not_depend_on_the_step(depends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a library that makes products independent of their rows would do, and a kernel that is not."""
+
+    def product(rows: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
+        found = (rows[..., None, :] * weight).sum(-1)
+        return found * (1 + rows.shape[1] * 1e-6) if depends else found
+
+    model = tiny_model("llama")
+    layout = probe_model(model).layout
+    assert "no attention in whole sums" in (module.probe_whole_sums(model, layout, max_positions=512) or "")
+    monkeypatch.setattr(module.row_pages, "has_kernel", lambda device: True)
+    monkeypatch.setattr(module.row_pages, "varlen_attn", whole)
+    monkeypatch.setattr("torch.nn.functional.linear", product)
+    monkeypatch.setattr(module, "_WHOLE", 40)
+    monkeypatch.setattr(module, "_CUTS", ((2,), (8, 30)))  # whole vectors of the CPU's functions
+    assert module.probe_whole_sums(model, layout, max_positions=512) == (
+        "a prefill resumed at (2,) has other bits" if depends else None
+    )
+
+
+@pytest.mark.parametrize("reason", [None, "a prefill resumed at (1,) has other bits"])
+def test_bitwise_on_an_accelerator(reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvboost.hf.numerics.choose.probe_lower_right", lambda *_: None)
+    monkeypatch.setattr("kvboost.hf.numerics.choose.probe_whole_sums", lambda *_, **__: reason)
+    model = put(tiny_model("llama"), lambda _: "cuda:0")
+    with Devices():
+        layout = probe_model(model).layout
+        found = choose_numerics(model, layout, shape_of(model, layout), numerics="bitwise")
+    assert found.rule.is_bitwise
+    assert found.rule.grid == (None if reason is None else 1024)
+    assert found.unmasked == ("whole sums" if reason is None else "lower right")
+    assert found.spec == ("bitwise:any|whole sums" if reason is None else "bitwise:1024|lower right")

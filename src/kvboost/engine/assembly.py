@@ -64,7 +64,7 @@ class Assembly:
     def close(self) -> None:
         """Remove all hooks from the model, and compute as it does."""
         self.session.prefiller.approx.close()
-        self.runner.tiles, self.runner.lower_right = None, False
+        self.runner.tiles = self.runner.unmasked = None
 
 
 def checked_config(settings: Mapping[str, Any]) -> EngineConfig:
@@ -103,7 +103,7 @@ def assemble(runner: ModelRunner, tokenizer: Any, *, config: EngineConfig, store
         _check_given(store, config)
     packed = None if config.packed_bytes == AUTO else int(config.packed_bytes)
     facts, numerics, identity = measure_model(runner.model, numerics=config.numerics, packed_bytes=packed)
-    runner.tiles, runner.lower_right = numerics.tiles, numerics.lower_right
+    runner.tiles, runner.unmasked = numerics.tiles, numerics.unmasked
     budgets = default_budgets(facts.layout)
     if store is not None:
         budgets = replace(budgets, host_cache_bytes=0)

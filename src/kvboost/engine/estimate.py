@@ -51,7 +51,7 @@ def estimate_engine(
     )
     shape, weights = shape_of(parts.model, layout), weights_of(parts.model)
     tiles = parts.runner.tiles
-    shape = replace(shape, tiled=tiles is not None or parts.runner.lower_right)
+    shape = replace(shape, tiled=tiles is not None or parts.runner.unmasked is not None)
     weights = replace(weights, packed=tiles.packed_bytes if tiles is not None else 0)
     resident, held = resident_bytes(), session.store.stats().bytes + session.prefiller.pool.idle_bytes
     known = weights.in_memory + weights.packed + held if shape.on_host else 0

@@ -4,6 +4,10 @@ Used by :class:`kvboost.hf.runner.ModelRunner` where :func:`probe_lower_right` f
 dense mask, as Transformers makes one for such a step, torch takes another kernel, for which keys and values are
 repeated for every head. Layers with a window keep their mask. Invariant: results are those under the mask, up to
 rounding.
+
+Where the user has made torch's products independent of their rows (on Hopper: cuBLASLt without a workspace for split
+sums, and means likewise; vLLM's ``enable_batch_invariant_mode`` does it), KV may be bitwise without a grid: the same
+attention, in whole sums, is tried on a longer text by :func:`probe_whole_sums`. Never run on a GPU.
 """
 
 from __future__ import annotations
@@ -16,12 +20,15 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention.bias import causal_lower_right
 from transformers.masking_utils import causal_mask_function
 
+from kvboost.hf import row_pages
 from kvboost.hf.attention import NAME, Call, Plan, UnsupportedAttentionError, attending
 from kvboost.hf.cache import KVLayout, SlabCache
 from kvboost.hf.layers import decoder_of
 
 _PROBE_TOKENS, _PROBE_START = 24, 16
+_WHOLE, _CUTS = 2048, ((1,), (7, 300), (1024, 1031))
 _PROBE_ERROR = 0.05  # of the states' norm: rounding is far less, and a mask that is lost far more
+_FAILURES = UnsupportedAttentionError, RuntimeError, TypeError, ValueError, IndexError, AttributeError
 
 
 @dataclass
@@ -29,6 +36,8 @@ class LowerRight(Plan):
     """One forward of one sequence over a cache that holds ``start`` positions."""
 
     start: int
+    whole_sums: bool = False
+    """Whether a row's sums must not depend on how many rows and keys there are."""
     causal: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
     """Stands for the causal mask: the model only hands it on."""
     calls: int = 0
@@ -38,7 +47,7 @@ class LowerRight(Plan):
         """Nothing for causal attention: a single sequence has no padding."""
         if asked["mask_function"] is not causal_mask_function:
             return super().mask(**asked)
-        return self.causal if self.start else None
+        return self.causal if self.start or self.whole_sums else None
 
     def attend(self, call: Call) -> torch.Tensor:
         """Each new row sees what is before it. Heads that share keys are the kernel's to find."""
@@ -47,11 +56,21 @@ class LowerRight(Plan):
         if call.more_than_a_mask or call.options.get("dropout"):
             raise UnsupportedAttentionError("it needs more than a mask")
         self.calls += 1
+        if self.whole_sums:
+            return self._in_whole_sums(call)
         bias: Any = causal_lower_right(call.query.shape[2], call.key.shape[2])
         found = torch.nn.functional.scaled_dot_product_attention(
             call.query, call.key, call.value, attn_mask=bias, scale=call.scale, enable_gqa=True
         )
         return found.transpose(1, 2).contiguous()
+
+    def _in_whole_sums(self, call: Call) -> torch.Tensor:
+        query, key, value = (states[0].transpose(0, 1) for states in (call.query, call.key, call.value))
+        ends = [torch.tensor([0, len(states)], dtype=torch.int32, device=states.device) for states in (query, key)]
+        longest = len(query), len(key)
+        options = {"scale": call.scale, "window_size": (-1, 0), "enable_gqa": True, "num_splits": 1}
+        found: torch.Tensor = row_pages.varlen_attn(query, key, value, *ends, *longest, **options)
+        return found[None].contiguous()
 
 
 def _flash_takes(layout: KVLayout, *, heads: int) -> bool:
@@ -77,9 +96,7 @@ def probe_lower_right(model: Any, layout: KVLayout) -> str | None:
     heads = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", 0)
     if not heads or not _flash_takes(layout, heads=heads):
         return "torch's flash kernel does not take its keys on this device"
-    vocab = min(model.get_input_embeddings().weight.shape[0], 30_000)
-    ids = (torch.arange(_PROBE_TOKENS, device=model.get_input_embeddings().weight.device) * 7919 % vocab)[None]
-    decoder = decoder_of(model)
+    ids, decoder = _text(model, _PROBE_TOKENS), decoder_of(model)
 
     def behind(plan: Plan) -> torch.Tensor:
         cache = SlabCache(layout, capacity=_PROBE_TOKENS)
@@ -92,10 +109,42 @@ def probe_lower_right(model: Any, layout: KVLayout) -> str | None:
     plan, expected = LowerRight(_PROBE_START), behind(Plan())
     try:
         found = behind(plan)
-    except (UnsupportedAttentionError, RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except _FAILURES as error:
         return f"its forward does not run without a mask: {error}"
     if not plan.calls:
         return "none of its layers has plain causal attention"
     if not (found - expected).norm() <= _PROBE_ERROR * expected.norm():
         return "its attention computes something else without a mask"
     return None
+
+
+@torch.no_grad()
+def probe_whole_sums(model: Any, layout: KVLayout, *, max_positions: int | None) -> str | None:
+    """Why KV has other bits when its text is computed in other steps; None if several cuts of a text gave the same."""
+    if not all(row_pages.has_kernel(spec.device) for spec in layout.slots):
+        return "torch has no attention in whole sums for this device"
+    tokens = min(_WHOLE, max_positions or _WHOLE)
+    ids, decoder = _text(model, tokens), decoder_of(model)
+
+    def prefilled(cuts: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+        cache, start = SlabCache(layout, capacity=tokens), 0
+        for end in (*(cut for cut in cuts if cut < tokens), tokens):
+            with attending(LowerRight(start, whole_sums=True)):
+                decoder(input_ids=ids[:, start:end], past_key_values=cache, use_cache=True)
+            start = end
+        return cache.span(0, tokens)
+
+    try:
+        cold = prefilled(())
+        for cuts in _CUTS:
+            if not all(torch.equal(one, other) for one, other in zip(cold, prefilled(cuts), strict=True)):
+                return f"a prefill resumed at {cuts} has other bits"
+    except _FAILURES as error:
+        return f"its attention does not run in whole sums: {error}"
+    return None
+
+
+def _text(model: Any, tokens: int) -> torch.Tensor:
+    weight = model.get_input_embeddings().weight
+    ids: torch.Tensor = torch.arange(tokens, device=weight.device) * 7919 % min(weight.shape[0], 30_000)
+    return ids[None]

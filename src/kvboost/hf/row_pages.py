@@ -9,18 +9,22 @@ against a kernel written from its documentation.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from kvboost.capacity import ROW_STEP
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # torch before 2.10
-    varlen_attn: Callable[..., Any] | None = None  # type: ignore[no-redef]
 
+def _kernel() -> Any:
+    try:
+        from torch.nn.attention import varlen
+    except ImportError:  # torch before 2.10
+        return None
+    return varlen.varlen_attn
+
+
+varlen_attn: Any = _kernel()
 PAGE = 256
 """Positions: what FlashAttention-2 takes, and a divisor of every row's capacity."""
 assert ROW_STEP % PAGE == 0
@@ -54,8 +58,7 @@ class RowPages:
         pages_per_row = key_heads * self._capacity // PAGE
         if key_heads not in self._tables:
             self._tables[key_heads] = self._rows * pages_per_row + self._pages
-        assert varlen_attn is not None
-        out: Any = varlen_attn(
+        found: torch.Tensor = varlen_attn(
             query[:, :, 0],
             self._paged(keys, pages_per_row),
             self._paged(values, pages_per_row),
@@ -69,8 +72,7 @@ class RowPages:
             seqused_k=self._seen,
             block_table=self._tables[key_heads],
         )
-        found: torch.Tensor = out[:, :, None]
-        return found
+        return found[:, :, None]
 
     def _paged(self, store: torch.Tensor, pages_per_row: int) -> torch.Tensor:
         """A view [pages, PAGE, key heads, dim] whose pages overlap: those of a table are each one row's own."""

@@ -27,8 +27,8 @@ class ModelRunner:
     def __init__(self, model: Any, tiles: Tiles | None = None) -> None:
         """With ``tiles``, what :meth:`append` computes does not depend on where its step begins."""
         self.model, self.tiles = model, tiles
-        self.lower_right = False
-        """Whether a step needs no mask, on an accelerator."""
+        self.unmasked: str | None = None
+        """How steps run without a mask on an accelerator, if they do."""
         # A PEFT model passes on what its own signature does not name. Without this every row would be projected onto
         # the vocabulary, and the last one's bits would depend on how many there are.
         self._base = without_peft(model)
@@ -72,7 +72,7 @@ class ModelRunner:
     @contextmanager
     def first_forward(self, cache: Any, tokens: int) -> Iterator[None]:
         """Within this block the model's first forward, of ``tokens`` tokens, is a step as :meth:`append` makes it."""
-        if not ((self.tiles or self.lower_right) and isinstance(cache, SlabCache)):
+        if not ((self.tiles or self.unmasked) and isinstance(cache, SlabCache)):
             yield
             return
         step = ExitStack()
@@ -100,7 +100,9 @@ class ModelRunner:
             return nullcontext()
         if self.tiles is not None:
             return self.tiles.step(cache, tokens, head=head)
-        return attending(LowerRight(cache.get_seq_length())) if self.lower_right else nullcontext()
+        if self.unmasked is None:
+            return nullcontext()
+        return attending(LowerRight(cache.get_seq_length(), whole_sums=self.unmasked == "whole sums"))
 
     @torch.no_grad()
     def prefill_plain(self, tokens: Sequence[int]) -> tuple[torch.Tensor, Any]:

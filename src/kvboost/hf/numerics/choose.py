@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -24,7 +24,7 @@ from kvboost.hf.attention import UnsupportedAttentionError, flash
 from kvboost.hf.cache import KVLayout, SlabCache
 from kvboost.hf.device_memory import memory_available, memory_total
 from kvboost.hf.layers import decoder_of, windows_by_layer
-from kvboost.hf.lower_right import probe_lower_right
+from kvboost.hf.lower_right import probe_lower_right, probe_whole_sums
 from kvboost.hf.numerics.tiles import Choices, Tiles, why_no_tiles
 from kvboost.hf.weights import weights_by_owner
 from kvboost.steps import MaskedSteps, Numerics, StepRule
@@ -36,6 +36,9 @@ _CHECK_TOKENS = 72
 _CHECK_CUTS = ((1,), (5, 40))
 _CHECK_ERROR = 0.05  # of the states' norm; kernels round otherwise, but a mask or a bias that is lost changes far more
 _log = logging.getLogger(__name__)
+
+
+Unmasked = Literal["lower right", "whole sums"]
 
 
 class KnownTiles(NamedTuple):
@@ -53,14 +56,13 @@ class ChosenNumerics:
     tiles: Tiles | None
     reason: str | None
     """Why there are no tiles; None if there are."""
-    lower_right: bool = False
-    """Whether steps behind a prefix run without a mask, on an accelerator."""
+    unmasked: Unmasked | None = None
+    """How steps run without a mask on an accelerator; None if they have one behind a prefix."""
 
     @property
     def spec(self) -> str:
         """Names what the bits depend on."""
-        steps = "lower-right" if self.lower_right else "steps"
-        return f"{self.rule.spec}|{self.tiles.spec if self.tiles is not None else steps}"
+        return f"{self.rule.spec}|{self.tiles.spec if self.tiles is not None else self.unmasked or 'steps'}"
 
 
 def choose_numerics(
@@ -81,16 +83,17 @@ def choose_numerics(
     # By what is free now: but for a grid the length of a step is in no key.
     longest = step_limit(shape, available=min(memory_available(str(device)) for device in devices))
     wanted = numerics or ("bitwise" if on_cpu else "fast")
-    needs_masks = probe_lower_right(model, layout) if not on_cpu else None
-    lower_right = not on_cpu and needs_masks is None
-    if needs_masks is not None:
-        _log.info("steps behind a prefix have a mask: %s", needs_masks)
+    unmasked = None if on_cpu else _unmasked(model, layout)
+    masked = _masked_steps(model, by_mask=unmasked is None)
     if wanted == "fast" and not layout.indexed:  # its KV depends on the steps by more than rounding
-        rule = StepRule(longest, numerics="fast", masked=_masked_steps(model, by_mask=not lower_right))
-        return ChosenNumerics(rule, None, "numerics='fast'", lower_right)
+        return ChosenNumerics(StepRule(longest, numerics="fast", masked=masked), None, "numerics='fast'", unmasked)
     if not on_cpu:
-        rule = StepRule(_GRID_ELSEWHERE, _GRID_ELSEWHERE)
-        return ChosenNumerics(rule, None, "rounding depends on a step's shape on this device", lower_right)
+        reason: str | None = "rounding depends on a step's shape on this device"
+        if unmasked is not None and masked == "none" and not (layout.indexed or layout.states):
+            reason = probe_whole_sums(model, layout, max_positions=shape.max_positions)
+            if reason is None:
+                return ChosenNumerics(StepRule(longest), None, None, "whole sums")
+        return ChosenNumerics(StepRule(_GRID_ELSEWHERE, _GRID_ELSEWHERE), None, reason, unmasked)
     budget = budget_to_pack(model) if packed_bytes is None else packed_bytes
     tiles, reason = _try_tiles(model, layout, budget, known)
     rule = StepRule(_GRID_ON_CPU, _GRID_ON_CPU)
@@ -99,6 +102,13 @@ def choose_numerics(
     if reason is not None:
         _log.info("steps of %d tokens: %s", _GRID_ON_CPU, reason)
     return ChosenNumerics(rule, tiles, reason)
+
+
+def _unmasked(model: Any, layout: KVLayout) -> Unmasked | None:
+    reason = probe_lower_right(model, layout)
+    if reason is not None:
+        _log.info("steps behind a prefix have a mask: %s", reason)
+    return "lower right" if reason is None else None
 
 
 def _masked_steps(model: Any, *, by_mask: bool) -> MaskedSteps:
