@@ -34,6 +34,7 @@ DECIDES_BITS = (
     "hf/layers.py",
     "hf/lower_right.py",
     "hf/numerics",
+    "hf/row_pages.py",
     "hf/runner.py",
     "offload/kv",
     "steps.py",
