@@ -39,3 +39,18 @@ def test_a_long_prompt_takes_few_forwards_and_one_upload_of_its_ids(known: int, 
     # What else goes there is not ids, and does not grow with the steps: one step takes as much.
     _, short = _counted(_TOKENS[: known + 600], known=known, numerics=numerics)
     assert len(uploads) == len(short)
+
+
+def test_a_warm_answer_waits_for_the_device_no_more_often_than_plain_transformers() -> None:
+    model = put(tiny_model("llama", num_hidden_layers=2, max_position_embeddings=9000), lambda _: "cuda:0")
+    prompt, waits = _TOKENS[:1000], {}
+    with Devices() as seen, KVBoost(model, chunk_size=64, host_cache_bytes=0) as engine:
+        engine.prefill(prompt)
+        assert seen.during(lambda: engine.prefill([*prompt, 5, 6]))["wait"] == 0, "nor before the logits are read"
+        ids = torch.tensor([[*prompt, 5]]).to("cuda:0")
+        for new in (4, 12):
+            wanted = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+            plain = seen.during(lambda wanted=wanted: model.generate(ids, **wanted))["wait"]
+            ours = seen.during(lambda wanted=wanted: engine.generate([*prompt, 5], **wanted))["wait"]
+            waits[new] = ours - plain
+    assert waits == {4: 2, 12: 2}, "once for the first token's time, and once for the answer"

@@ -91,10 +91,12 @@ class _AfterEachToken(StoppingCriteria):  # type: ignore[misc]  # transformers i
     """Calls back after every token; stops the generation once the callback returns True."""
 
     def __init__(self, callback: Callable[[], bool]) -> None:
-        self._callback = callback
+        self._callback, self._has_begun = callback, False
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        int(input_ids[0, -1])  # an accelerator may still be computing the token: wait until it exists
+        if not self._has_begun:  # the first token is timed, and an accelerator may still be computing it
+            int(input_ids[0, -1])
+            self._has_begun = True
         return torch.full((input_ids.shape[0],), self._callback(), dtype=torch.bool, device=input_ids.device)
 
 
