@@ -103,3 +103,19 @@ def test_eight_sequences_are_decoded_without_masks_and_without_copies_of_their_k
     assert joint.ops[_MASKED] == joint.ops["bmm"] == 0
     assert joint.total <= 1.05 * bare.total
     assert joint.copied["cat"] < bare.copied["cat"] / 100, "plain Transformers copies all keys with every token"
+
+
+def test_two_gpus(cuda: FakeCuda) -> None:
+    model = cuda.split(cuda.model(num_hidden_layers=8))
+    with torch.no_grad():
+        bare = plain(cuda, model, 2048)
+        suffix = plain(cuda, model, 100, cached=2048)
+    with cuda.engine(model, workspace_bytes=0) as engine:
+        layout = engine.parts.layout
+        assert layout is not None
+        assert {str(spec.device) for spec in layout.slots} == {"cuda:0", "cuda:1"}
+        cold = cuda.trace(lambda: engine.prefill(_PROMPT[:2048]))
+        warm = cuda.trace(lambda: engine.prefill([*_PROMPT[:2048], *range(9, 109)]))
+    assert warm.ops[_FLASH] == cold.ops[_FLASH] == 8
+    assert cold.total <= 1.05 * bare.total
+    assert warm.total <= 1.05 * suffix.total

@@ -19,6 +19,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map_only
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvboost import KVBoost
@@ -164,6 +165,22 @@ class FakeCuda:
         with torch.device(DEVICE):
             return AutoModelForCausalLM.from_config(found, dtype=torch.bfloat16).eval()
 
+    def split(self, model: Any) -> Any:
+        """The second half of its layers on another GPU, what they are given moved there as accelerate does."""
+        second = torch.device("cuda", 1)
+
+        def move(_: Any, args: Any, kwargs: Any) -> Any:
+            return tree_map_only(torch.Tensor, lambda tensor: tensor.to(second), (args, kwargs))
+
+        decoder = model.get_decoder()
+        for part in (*decoder.layers[len(decoder.layers) // 2 :], decoder.norm, model.lm_head):
+            part.register_forward_pre_hook(move, with_kwargs=True)
+            for module in part.modules():
+                for name, weight in module._parameters.items():
+                    if weight is not None:
+                        module._parameters[name] = torch.nn.Parameter(weight.detach().to(second), False)
+        return model
+
     def engine(self, model: Any, **settings: Any) -> KVBoost:
         """An engine around it that was not tried out."""
         return KVBoost(model, **{"host_cache_bytes": 0, **settings})
@@ -180,7 +197,8 @@ def _measured(model: Any, *, numerics: Any, packed_bytes: int | None = None) -> 
     """As if the model had been run: what its config promises."""
     config = model.config.get_text_config(decoder=True)
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    slot = TensorSpec(config.num_key_value_heads, dim, torch.bfloat16, DEVICE)
-    layout = KVLayout((slot,) * (2 * config.num_hidden_layers))
+    places = [next(layer.parameters()).device for layer in model.get_decoder().layers]
+    slots = [TensorSpec(config.num_key_value_heads, dim, torch.bfloat16, place) for place in places for _ in "kv"]
+    layout = KVLayout(tuple(slots))
     chosen = choose_numerics(model, layout, shape_of(model, layout), numerics=numerics)
     return Measured(ModelFacts(layout, config.max_position_embeddings, None, None), chosen, _Identity())

@@ -103,7 +103,7 @@ def test_models_that_go_on_as_they_are(tiny: Callable[..., Any], monkeypatch: py
 
 def test_what_needs_more_than_a_mask_is_refused(tiny: Callable[..., Any]) -> None:
     plan = LowerRight(8)
-    call: Any = type("Call", (), {"mask": plan.causal, "more_than_a_mask": "softcap", "options": {}})()
+    call: Any = type("Call", (), {"mask": plan.causal.clone(), "more_than_a_mask": "softcap", "options": {}})()
     with pytest.raises(UnsupportedAttentionError):
         plan.attend(call)
     with attending(Plan()):

@@ -20,6 +20,7 @@ from kvboost.hf.ragged import RaggedRunner, SharedPrefix, exchanged, gains_excha
 from kvboost.hf.rows import Row, RowBatch
 from kvboost.hf.runner import ModelRunner
 from kvboost.scheduler.jobs import Job, Sampler, sample_batch
+from tests.helpers.kernels import with_flash_attention
 from tests.helpers.models import FAMILIES
 
 _TEXT = torch.randint(3, 97, (200,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -267,23 +268,7 @@ def test_a_failed_step_leaves_the_caches_as_long_as_they_were(
 def test_models_with_flash_attention_are_decoded_together_too(
     tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel itself is not there: torch's stands in for it, causal from the lower right."""
-
-    def kernel(query: Any, key: Any, value: Any, mask: Any, *, softmax_scale: float, **_: Any) -> torch.Tensor:
-        assert mask is None
-        calls.append(query.shape[0])
-        rows, keys = query.shape[1], key.shape[1]
-        return torch.nn.functional.scaled_dot_product_attention(
-            *(states.transpose(1, 2) for states in (query, key, value)),
-            attn_mask=torch.ones(rows, keys).tril(keys - rows) > 0,
-            scale=softmax_scale,
-            enable_gqa=True,
-        ).transpose(1, 2)
-
-    calls: list[int] = []
-    monkeypatch.setattr("transformers.integrations.flash_attention._flash_attention_forward", kernel)
-    model = copy.deepcopy(tiny("llama"))
-    model.config._attn_implementation = "flash_attention_2"
+    model, calls = with_flash_attention(tiny("llama"), monkeypatch)
     before = registered("flash_attention_2")
     runner = ModelRunner(model)
     ragged = probe_ragged(runner, probe_model(model).layout)

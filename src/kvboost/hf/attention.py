@@ -92,6 +92,7 @@ class Plan:
 
 class _Active(threading.local):
     plan: Plan | None = None
+    of: str = NAME
 
 
 _active = _Active()
@@ -105,12 +106,12 @@ def attending(plan: Plan, *, of: str = NAME) -> Iterator[None]:
     Where a model does not use Transformers' interface, or somebody registered an attention or a mask of their own,
     nothing follows it; who must be followed checks it.
     """
-    before = _active.plan
-    _active.plan = plan if _is_registered(of) else None
+    before = _active.plan, _active.of
+    _active.plan, _active.of = plan if _is_registered(of) else None, of
     try:
         yield
     finally:
-        _active.plan = before
+        _active.plan, _active.of = before
 
 
 def _is_registered(name: str) -> bool:
@@ -149,14 +150,14 @@ def registered(name: str) -> tuple[Any, ...]:
 def mask(*by_position: Any, **asked: Any) -> torch.Tensor | None:
     """What is registered with Transformers for making masks."""
     # Dynamo knows the answer, so that a compiled model is compiled as without us.
-    plan = None if torch.compiler.is_dynamo_compiling() else _active.plan
+    plan = None if torch.compiler.is_dynamo_compiling() or _active.of != NAME else _active.plan
     if plan is None:
         return sdpa_mask(*by_position, **asked)  # type: ignore[no-any-return]
     return plan.mask(**dict(zip(_MASK_ARGUMENTS, by_position, strict=False)), **asked)
 
 
-def _following(own: Callable[..., Any]) -> Callable[..., tuple[torch.Tensor, None]]:
-    """What is registered with Transformers for attention in the place of ``own``."""
+def _following(own: Callable[..., Any], *names: str) -> Callable[..., tuple[torch.Tensor, None]]:
+    """What is registered with Transformers for attention in the place of ``own``, under these names."""
     options = tuple(inspect.signature(own).parameters)[5:]
 
     def attention(
@@ -168,7 +169,7 @@ def _following(own: Callable[..., Any]) -> Callable[..., tuple[torch.Tensor, Non
         *by_position: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        plan = None if torch.compiler.is_dynamo_compiling() else _active.plan
+        plan = None if torch.compiler.is_dynamo_compiling() or _active.of not in names else _active.plan
         if plan is None:
             return own(module, query, key, value, attention_mask, *by_position, **kwargs)  # type: ignore[no-any-return]
         kwargs = {**dict(zip(options, by_position, strict=False)), **kwargs}
@@ -178,7 +179,8 @@ def _following(own: Callable[..., Any]) -> Callable[..., tuple[torch.Tensor, Non
     return attention
 
 
-attention, flash_attention = _following(sdpa_attention_forward), _following(flash_attention_forward)
+attention = _following(sdpa_attention_forward, NAME)
+flash_attention = _following(flash_attention_forward, *_FLASH)
 
 
 @dataclass

@@ -39,7 +39,7 @@ class LowerRight(Plan):
     whole_sums: bool = False
     """Whether a row's sums must not depend on how many rows and keys there are."""
     causal: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
-    """Stands for the causal mask: the model only hands it on."""
+    """Stands for the causal mask: the model only hands it on, or accelerate does, to another device."""
     calls: int = 0
     """Attention calls without a mask so far."""
 
@@ -51,7 +51,7 @@ class LowerRight(Plan):
 
     def attend(self, call: Call) -> torch.Tensor:
         """Each new row sees what is before it. Heads that share keys are the kernel's to find."""
-        if call.mask is not self.causal:
+        if call.mask is None or call.mask.numel():
             return call.plain()
         if call.more_than_a_mask or call.options.get("dropout"):
             raise UnsupportedAttentionError("it needs more than a mask")

@@ -43,7 +43,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped
         The ``layout`` comes from :func:`probe_paging`. A CPU's pages are spilled to ``directory``, which should not lie
         in memory, as some /tmp do.
         """
-        self.layout = layout
+        self.layout, self._implementation = layout, model.config._attn_implementation
         slots = layout.slots
         windows = windows_by_layer(model)
         if 2 * len(windows) != len(slots):
@@ -110,7 +110,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped
         if self._pager.closed:
             raise ConfigError("this paged cache is closed; make a new one")
         self._attention.open = True
-        self._block.enter_context(attending(self._attention))
+        self._block.enter_context(attending(self._attention, of=self._implementation))
         return self
 
     def __exit__(
