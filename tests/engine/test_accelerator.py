@@ -47,7 +47,7 @@ _HOST_S, _DEVICE_S = 0.002, 0.0001  # for a forward; for a token
 
 
 def _learnt(monkeypatch: pytest.MonkeyPatch, *, by_events: bool) -> tuple[float, int]:
-    """The seconds that 2,000 tokens in one forward are expected to take after a prompt of them, and the host's waits."""
+    """The seconds that 2,000 tokens are expected to take after a prompt of as many, and the host's waits."""
     late, append = LateDevice(), ModelRunner.append
 
     def asked(self: ModelRunner, tokens: Any, cache: Any, *, logits: bool) -> Any:
