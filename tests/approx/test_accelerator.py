@@ -215,3 +215,17 @@ def test_tiers_give_back_what_was_packed_on_a_device(bits: int, devices: int, tm
             assert set(again.reuse.tiers) == {"disk"}
             assert again.reuse.exact_tokens == len(text) - 1
             assert torch.equal(host(again.logits), logits)
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_no_device_without_streams_gets_64_bit_floats_or_pinned_memory(bits: int) -> None:
+    """MPS refuses the first; the second would be in the memory that it has already."""
+    model = _model(layers=4, devices=1)
+    with Devices() as seen:
+        engine = _engine(model, kv_cache_bits=bits)
+        *_, result = _moved(engine, 4)
+        assert result.reuse.moved_tokens
+        engine.generate_batch([_text(5, 40), _text(6, 20)], max_new_tokens=3)
+        assert seen.of("launch")
+        assert not seen.of("float64")
+        assert not seen.of("pin")

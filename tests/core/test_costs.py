@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 
 from kvboost.core.costs import CostModel, StageClock
+from tests.helpers.late_device import LateDevice
 
 
 def test_before_anything_was_seen_a_forward_costs_something() -> None:
@@ -102,3 +104,56 @@ def test_a_step_of_a_given_time() -> None:
         costs.observe_prefill(forwards=forwards, tokens=500, seconds=0.1 * forwards + 0.5)
     assert costs.tokens_within(1.1) == pytest.approx(1000, rel=0.05)
     assert costs.tokens_within(0.01) == 0
+
+
+def _prefilled(device: LateDevice, costs: CostModel, *, tokens: int) -> StageClock:
+    """A prefill that takes the host 1 ms for a forward and the device 1 ms for a token."""
+    clock = StageClock()
+    clock.mark = device.mark
+    clock.lap("place")
+    for stage, part in (("prefill", tokens - 10), ("first_token", 10)):
+        device.ask(host=0.001, device=0.001 * part)
+        clock.lap(stage)
+    costs.observe_done(clock, partial(costs.observe_stages, forwards=2, tokens=tokens))
+    return clock
+
+
+def test_a_device_that_lags_is_timed_by_its_own_events_and_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, costs = LateDevice(), CostModel()
+    device.use(monkeypatch)
+    clock = _prefilled(device, costs, tokens=100)
+    assert not costs.in_seconds, "the device is at work"
+    assert sum(clock.stages().values()) == pytest.approx(2.0), "until then it is known what the host took"
+    device.now += 0.05
+    costs.settle()
+    assert not costs.in_seconds, "it has done half"
+    device.read()
+    costs.settle()
+    assert costs.prefill_seconds(forwards=2, tokens=100) == pytest.approx(0.1, rel=0.02)
+    assert clock.stages()["first_token"] == pytest.approx(10.0)
+
+
+def test_a_request_behind_another_is_not_charged_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one's work is in the queue when it begins."""
+    device, costs = LateDevice(), CostModel()
+    device.use(monkeypatch)
+    for _ in range(3):
+        _prefilled(device, costs, tokens=100)
+    device.read()
+    costs.settle()
+    assert costs.prefill_seconds(forwards=2, tokens=100) == pytest.approx(0.1, rel=0.02)
+
+
+def test_what_is_not_done_keeps_no_later_observation_from_being_made_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, costs, seen = LateDevice(), CostModel(), list[str]()
+    device.use(monkeypatch)
+    late, quick = StageClock(), StageClock()
+    late.mark = device.mark
+    device.ask(host=0.0, device=1.0)
+    late.lap("first_token")
+    costs.observe_done(late, lambda stages: seen.append("late"))
+    costs.observe_done(quick, lambda stages: seen.append("quick"))
+    assert seen == []
+    device.read()
+    costs.settle()
+    assert seen == ["late", "quick"]

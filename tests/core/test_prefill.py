@@ -79,7 +79,7 @@ class Approx(NonPrefixReuse):
     def keep(self, state: PrefillState) -> int:
         return 3
 
-    def observe(self, state: PrefillState) -> None:
+    def observe(self, stages: Mapping[str, float], *, moved_tokens: int, expected: float) -> None:
         self.asked.append("observe")
 
 

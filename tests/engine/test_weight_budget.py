@@ -111,3 +111,9 @@ def test_the_engine_says_what_it_streams(both: tuple[KVBoost, KVBoost]) -> None:
 def test_a_budget_that_cannot_work_says_so(folder: Path, budget: str) -> None:
     with pytest.raises(ConfigError, match="weight_budget="):
         KVBoost.from_pretrained(str(folder), weight_budget=budget)
+
+
+def test_a_device_with_one_queue_streams_no_weights(folder: Path) -> None:
+    """MPS has no second stream to copy on."""
+    with pytest.raises(ConfigError, match="which mps has not; give device='cpu'"):
+        KVBoost.from_pretrained(str(folder), weight_budget="500kB", device="mps")

@@ -110,7 +110,8 @@ class PretendedTensor(torch.Tensor):
 class Event:
     """Something a device was asked to do.
 
-    ``kind`` is ``upload``, ``download``, ``transfer`` (from device to device), ``wait`` or ``launch``.
+    ``kind`` is ``upload``, ``download``, ``transfer`` (from device to device), ``wait`` or ``launch``; ``float64`` for
+    a result on a device, which MPS would refuse, ``pin`` for pinned memory of the host.
     """
 
     kind: str
@@ -189,11 +190,14 @@ class Devices(TorchDispatchMode):
             kwargs["device"] = CPU
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
+            self.events.append(Event("pin", op))
         wrappers = {id(t.data_on_host): t for t in tensors if isinstance(t, PretendedTensor)}
         on_host = tree_map_only(PretendedTensor, lambda tensor: tensor.data_on_host, (args, kwargs))
         result = func(*on_host[0], **on_host[1])
         if device == CPU:
             return result
+        if any(isinstance(part, torch.Tensor) and part.dtype == torch.float64 for part in tree_leaves(result)):
+            self.events.append(Event("float64", op))
         return tree_map_only(torch.Tensor, lambda part: _wrapped(part, wrappers, device), result)
 
     def _copied(self, op: str, source: torch.Tensor, target: torch.device) -> None:

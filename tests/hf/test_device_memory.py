@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -79,3 +81,27 @@ def test_what_the_allocator_keeps_for_itself_is_free(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch, "get_device_module", lambda device: _Cuda())
     assert memory_available("cuda:0") == 8 * 10**9
     assert device_memory.allocated_bytes(torch.device("cuda", 0)) == 16 * 10**9
+
+
+class _Untold(_Cuda):
+    """Of a card whose driver does not tell, as ``torch.xpu`` says it."""
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        raise RuntimeError("The device (Intel(R) Graphics) doesn't support querying the available free memory.")
+
+    def get_device_properties(self, device: torch.device) -> Any:
+        return SimpleNamespace(total_memory=24 * 10**9)
+
+
+def test_a_card_that_does_not_tell_its_free_memory_has_what_was_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: _Untold())
+    with pytest.warns(RuntimeWarning, match="xpu:0 does not tell its free memory .*counts as free"):
+        assert memory_available("xpu:0") == 8 * 10**9
+
+
+def test_what_a_devices_module_lacks_torch_says_for_all_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
+    general = {"get_memory_info": (5 * 10**9, 24 * 10**9), "memory_reserved": 3 * 10**9, "memory_allocated": 10**9}
+    for name, value in general.items():
+        monkeypatch.setattr(torch.accelerator, name, lambda device, value=value: value, raising=False)
+    assert memory_available("hpu:0") == 7 * 10**9

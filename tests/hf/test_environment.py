@@ -234,6 +234,29 @@ def test_what_the_user_switched_off_stays_off() -> None:
     assert _flags() == (False, True, True, True)
 
 
+def test_the_kernel_that_a_device_brings_along_stays_in_the_users_order() -> None:
+    """It is XPU's first choice."""
+    xpu = torch.device("xpu", 0)
+    with pinned_sdpa([xpu]):
+        assert torch._C._get_overrideable_sdp_enabled()
+        assert not _flags()[3]
+    with sdpa_kernel([SDPBackend.OVERRIDEABLE, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH], set_priority=True):
+        assert allowed_backends() == [SDPBackend.OVERRIDEABLE, SDPBackend.MATH]
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION]), pinned_sdpa([xpu]):
+        assert not torch._C._get_overrideable_sdp_enabled(), "the user switched it off"
+    with sdpa_kernel([SDPBackend.OVERRIDEABLE, SDPBackend.CUDNN_ATTENTION]), pinned_sdpa([_CUDA]):
+        assert _flags()[:3] == (True, True, True), "CUDA has no such kernel, and needs one"
+
+
+def test_rocm_has_a_key_without_anything_of_cuda(gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    gpu(SimpleNamespace(name="AMD Instinct MI300X", gcnArchName="gfx942:sramecc+:xnack-", multi_processor_count=304))
+    found = _numerics("cuda:0")
+    assert "hip=6.4.43482" in found
+    assert "gfx942" in found
+
+
 def test_a_thread_that_leaves_does_not_unpin_another() -> None:
     before, entered, leave = _flags(), threading.Event(), threading.Event()
 
@@ -256,14 +279,14 @@ def test_the_key_names_what_the_forward_uses(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(environment, "_describe", lambda device: "cuda=[test]")
     settings = NumericEnvironment([_CUDA]).settings
     outside = settings()
-    assert "sdpa-pinned=['FLASH_ATTENTION', 'EFFICIENT_ATTENTION', 'MATH']" in outside
+    assert "sdpa-pinned=['FLASH_ATTENTION', 'EFFICIENT_ATTENTION', 'MATH', 'OVERRIDEABLE']" in outside
     with pinned_sdpa([_CUDA]):
         assert settings() == outside
     torch.backends.cuda.enable_cudnn_sdp(False)
     assert settings() == outside  # it was not used anyway
     torch.backends.cuda.enable_flash_sdp(False)
     assert settings() != outside
-    assert allowed_backends() == [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    assert allowed_backends() == [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH, SDPBackend.OVERRIDEABLE]
 
 
 def test_whatever_runs_the_model_runs_it_with_pinned_kernels() -> None:

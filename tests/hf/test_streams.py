@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
-from kvboost.hf.streams import AcceleratorStreams, streams_for
+from kvboost.hf.streams import AcceleratorStreams, has_streams, streams_for, timing_event
 from kvboost.streams import BlockingStreams
+from tests.helpers.devices import Devices
 
 _CPU, _CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -26,8 +29,8 @@ class _Module:
         module = self
 
         class Event:
-            def __init__(self) -> None:
-                self.number = next(module._events)
+            def __init__(self, *, enable_timing: bool = False) -> None:
+                self.number, self.enable_timing = next(module._events), enable_timing
 
             def record(self, stream: _Stream) -> None:
                 module.notes.append(("record", self.number, stream.name))
@@ -117,3 +120,36 @@ def test_the_cpu_needs_no_streams() -> None:
     streams.copy([(source, target)], after=None)
     assert target.tolist() == [0, 1, 2]
     assert streams.on_host([source])[0] is source
+
+
+def test_an_event_that_times_is_on_the_models_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = _Module()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    event: Any = timing_event(_CUDA)
+    assert event.enable_timing
+    assert module.notes == [("record", 0, "model")]
+    assert timing_event(_CPU) is None
+    assert timing_event(torch.device("meta")) is None
+
+
+def test_one_queue_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on MPS, where reading an event's time waits for the device."""
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(Event=None))
+    assert timing_event(torch.device("mps")) is None
+    assert not has_streams(torch.device("mps"))
+    assert isinstance(streams_for([torch.device("mps")]), BlockingStreams)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_device_that_keeps_no_memory_for_other_streams_copies_at_once(
+    keeps: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def record_stream(tensor: torch.Tensor, stream: Any) -> None:
+        if not keeps:
+            raise NotImplementedError("Could not run 'aten::record_stream' with arguments from the 'X' backend")
+
+    with Devices():
+        monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
+        monkeypatch.setattr(torch, "get_device_module", lambda device: _Module())
+        assert isinstance(streams_for([_CUDA]), AcceleratorStreams if keeps else BlockingStreams)
+    assert ("each copy waits" in caplog.text) is not keeps

@@ -327,14 +327,12 @@ class ApproxReuse(NonPrefixReuse):
         )
         self._model.repositioner.place(slab_cache(state), moves)
 
-    def observe(self, state: PrefillState) -> None:
+    def observe(self, stages: Mapping[str, float], *, moved_tokens: int, expected: float) -> None:
         """Update the cost model with the times of placing and repairing."""
-        assert state.spans is not None
-        stages = state.clock.stages()
-        self.costs.observe_reposition(tokens=state.plan.moved_tokens, seconds=stages["move"] / 1000.0)
-        if state.spans.expected_seconds:
+        self.costs.observe_reposition(tokens=moved_tokens, seconds=stages["move"] / 1000.0)
+        if expected:
             took = (stages.get("select", 0.0) + stages["repair"]) / 1000.0
-            self.costs.observe_repair(expected=state.spans.expected_seconds, seconds=took)
+            self.costs.observe_repair(expected=expected, seconds=took)
 
     def keep(self, state: PrefillState) -> int:
         """Store the chunks computed behind repositioned ones, for non-prefix reuse only. Returns how many were new."""

@@ -108,6 +108,10 @@ class Runner(Protocol):
         """Token ids [n] where the model is."""
         ...
 
+    def mark(self) -> torch.Event | None:
+        """An event behind all that the calling thread has asked the device for; None where that is done already."""
+        ...
+
     def append(self, ids: torch.Tensor, cache: Any, *, logits: bool) -> torch.Tensor | None:
         """Compute uploaded ``ids`` behind what the cache holds. Returns the last one's logits [vocab] if ``logits``."""
         ...

@@ -1,29 +1,43 @@
 """Time: of one request by stage, and what prefill and repair are expected to take, learnt from the requests.
 
-The costs decide whether repositioning chunks is faster than computing. Invariant: no extra work is timed; a request's
-own stages are observed once its first token exists, when even an asynchronous device has finished them.
+The costs decide whether repositioning chunks is faster than computing. Invariants: no extra work is timed; a request's
+own stages are observed once its first token exists, and on an asynchronous device once that has finished them; nobody
+waits for it to find out.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
 class StageClock:
-    """Starts when made. ``lap(stage)`` adds the time since the last lap to ``stage``."""
+    """Starts when made. ``lap(stage)`` adds the time since the last lap to ``stage``.
+
+    With a ``mark`` a stage takes what the device took, once it has done it, and until then what asking for it took.
+    """
 
     def __init__(self) -> None:
         self._start = self._last = time.perf_counter()
-        self._stages: dict[str, float] = {}
+        self._laps: list[tuple[str, float, torch.Event | None, torch.Event | None]] = []
+        """The stage, its milliseconds on the host, and where the device was before and after it."""
+        self.mark: Callable[[], torch.Event | None] = lambda: None
+        """Records an event of the device; None for one that never lags."""
+        self.last_mark: torch.Event | None = None
+        """Of the last lap."""
 
     def lap(self, stage: str) -> None:
         """Add the time since the last lap to ``stage``."""
-        now = time.perf_counter()
-        self._stages[stage] = self._stages.get(stage, 0.0) + (now - self._last) * 1000.0
-        self._last = now
+        now, mark = time.perf_counter(), self.mark()
+        self._laps.append((stage, (now - self._last) * 1000.0, self.last_mark, mark))
+        self._last, self.last_mark = now, mark
 
     @property
     def elapsed_ms(self) -> float:
@@ -32,7 +46,12 @@ class StageClock:
 
     def stages(self) -> MappingProxyType[str, Any]:
         """Milliseconds by stage."""
-        return MappingProxyType(dict(self._stages))
+        stages: dict[str, float] = {}
+        for stage, milliseconds, before, after in self._laps:
+            if before is not None and after is not None and before.query() and after.query():
+                milliseconds = before.elapsed_time(after)
+            stages[stage] = stages.get(stage, 0.0) + milliseconds
+        return MappingProxyType(stages)
 
 
 _DECAY = 0.98  # of earlier observations with each new one: about the last fifty count
@@ -50,6 +69,27 @@ class CostModel:
         self._ff = self._fr = self._rr = self._ft = self._rt = 0.0
         self._place_seconds = self._placed_tokens = 0.0
         self._repair = _DEFAULT_REPAIR_FACTOR
+        self._undone: deque[tuple[torch.Event | None, StageClock, Callable[[Mapping[str, float]], None]]] = deque()
+
+    def observe_done(self, clock: StageClock, observe: Callable[[Mapping[str, float]], None]) -> None:
+        """Hand a request's stages to ``observe`` once the device has done them: now, or when :meth:`settle` sees it."""
+        self._undone.append((clock.last_mark, clock, observe))
+        self.settle()
+
+    def settle(self) -> None:
+        """Observe what the device has done meanwhile, in order. Waits for nothing."""
+        done = []
+        with self._lock:
+            while self._undone and ((mark := self._undone[0][0]) is None or mark.query()):
+                done.append(self._undone.popleft())
+        for _, clock, observe in done:
+            observe(clock.stages())
+
+    def observe_stages(self, stages: Mapping[str, float], *, forwards: int, tokens: int) -> None:
+        """The stages of a prefill without repositioned chunks; one whose repair was dropped says nothing."""
+        if "move" not in stages:
+            seconds = (stages.get("prefill", 0.0) + stages["first_token"]) / 1000.0
+            self.observe_prefill(forwards=forwards, tokens=tokens, seconds=seconds)
 
     def observe_prefill(self, *, forwards: int, tokens: int, seconds: float) -> None:
         """A prompt's missing tokens were computed in ``forwards`` forwards."""

@@ -63,8 +63,8 @@ class NonPrefixReuse:
         """Store what was computed behind approximate KV, marked as such. Returns how many blocks were new."""
         return 0
 
-    def observe(self, state: PrefillState) -> None:
-        """Update cost estimates from a prefill whose first token exists."""
+    def observe(self, stages: Mapping[str, float], *, moved_tokens: int, expected: float) -> None:
+        """Update cost estimates from a prefill's stages; its repair was ``expected`` to take so long (0: unknown)."""
 
     def forget(self) -> None:
         """Drop what is known of prompts: the store is being cleared."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -156,6 +157,8 @@ class Prefiller:
         fetched: Fetched | None = None,
     ) -> PrefillState:
         """Place what ``choose`` takes of the leading blocks that are stored, and what it adds from other positions."""
+        self.costs.settle()
+        clock.mark = self.runner.mark
         clock.lap("plan")
         lookup = prompt.usable if self.state_tokens else prompt.lookup
         loader = KVLoader(lookup, tokens=len(prompt.tokens) + new_tokens, codec=self.codec, pool=self.pool)
@@ -367,16 +370,14 @@ class Prefiller:
         return self.store.keep(block)
 
     def _observe(self, state: PrefillState) -> None:
-        """Update the cost model with this prefill's times, once its first token exists."""
-        stages = state.clock.stages()
-        if state.paged or "first_token" not in stages or not state.observe_once():
+        """Let the cost model have this prefill's times, once its first token exists. The state is not held for it."""
+        if state.paged or "first_token" not in state.clock.stages() or not state.observe_once():
             return
-        if state.spans is not None:
-            self.approx.observe(state)
-        elif "move" not in stages:
-            seconds = (stages.get("prefill", 0.0) + stages["first_token"]) / 1000.0
-            tokens = len(state.tokens) - state.plan.exact_tokens
-            self.costs.observe_prefill(forwards=state.forwards, tokens=tokens, seconds=seconds)
+        plan, spans, tokens = state.plan, state.spans, len(state.tokens)
+        observe = partial(self.costs.observe_stages, forwards=state.forwards, tokens=tokens - plan.exact_tokens)
+        if spans is not None:
+            observe = partial(self.approx.observe, moved_tokens=plan.moved_tokens, expected=spans.expected_seconds)
+        self.costs.observe_done(state.clock, observe)
 
 
 def finish_together(append: AppendTogether, states: Sequence[PrefillState]) -> torch.Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -54,10 +55,10 @@ def _limits() -> Iterator[tuple[int, int]]:
 
 def allocated_bytes(device: torch.device) -> int:
     """What the tensors of this process take on an accelerator."""
-    module: Any = torch.get_device_module(device)
     if device.type == "mps":
+        module: Any = torch.get_device_module(device)
         return int(module.current_allocated_memory())
-    return int(module.memory_allocated(device))
+    return int(_memory(device, "memory_allocated"))
 
 
 def _accelerator_free(device: torch.device) -> int:
@@ -65,8 +66,18 @@ def _accelerator_free(device: torch.device) -> int:
     module: Any = torch.get_device_module(device)
     if device.type == "mps":
         return int(module.recommended_max_memory()) - int(module.driver_allocated_memory())
-    free, _ = module.mem_get_info(device)
-    return int(free) + int(module.memory_reserved(device)) - int(module.memory_allocated(device))
+    try:
+        free, _ = _memory(device, "mem_get_info", "get_memory_info")
+    except RuntimeError as error:  # some XPUs do not tell, integrated ones most of all
+        untold = f"{device} does not tell its free memory ({error}): what this process has not taken counts as free"
+        warnings.warn(untold, RuntimeWarning, stacklevel=2)
+        return int(module.get_device_properties(device).total_memory) - allocated_bytes(device)
+    return int(free) + int(_memory(device, "memory_reserved")) - allocated_bytes(device)
+
+
+def _memory(device: torch.device, own: str, general: str = "") -> Any:
+    """What the device's module says, or a newer torch's for all accelerators where the module does not."""
+    return (getattr(torch.get_device_module(device), own, None) or getattr(torch.accelerator, general or own))(device)
 
 
 def resident_bytes() -> int:

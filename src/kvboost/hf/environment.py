@@ -165,9 +165,12 @@ _FLAGS = {
 def allowed_backends() -> list[SDPBackend]:
     """What the user has not switched off, in the user's order, without cuDNN; all others if that leaves nothing."""
     flags: Any = torch.backends.cuda  # untyped in torch
-    enabled = [backend for backend, flag in _FLAGS.items() if getattr(flags, flag)()]
+    enabled: list[Any] = [backend for backend, flag in _FLAGS.items() if getattr(flags, flag)()] or list(_FLAGS)
+    # The kernel that a device brings along is XPU's first choice; CUDA has none. Torch has no public name for its flag.
+    if getattr(torch._C, "_get_overrideable_sdp_enabled", bool)():
+        enabled.append(SDPBackend.OVERRIDEABLE)
     order: list[int] = getattr(torch._C, "_get_sdp_priority_order", list)()
-    return sorted(enabled or _FLAGS, key=lambda backend: order.index(int(backend)) if int(backend) in order else 0)
+    return sorted(enabled, key=lambda backend: order.index(int(backend)) if int(backend) in order else 0)
 
 
 class _Pins:

@@ -19,6 +19,7 @@ from kvboost.hf.cache import SlabCache
 from kvboost.hf.layers import cache_name, decoder_of, without_peft
 from kvboost.hf.lower_right import LowerRight
 from kvboost.hf.numerics.tiles import Tiles
+from kvboost.hf.streams import timing_event
 
 
 class ModelRunner:
@@ -47,6 +48,10 @@ class ModelRunner:
     def upload(self, tokens: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """Token ids [n] where the model is; those that are there are not copied."""
         return torch.as_tensor(tokens, device=self.device)
+
+    def mark(self) -> torch.Event | None:
+        """An event behind all that the calling thread has asked the model's first device for; None on the CPU."""
+        return timing_event(self.device)
 
     @torch.no_grad()
     def append(self, tokens: Sequence[int] | torch.Tensor, cache: Any, *, logits: bool) -> torch.Tensor | None:

@@ -10,6 +10,7 @@ Not run on an accelerator here: the tests hold it to its order of calls with a d
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,15 +19,38 @@ import torch
 
 from kvboost.streams import BlockingStreams, Copies, Event, Streams
 
+_log = logging.getLogger(__name__)
 _STAGING = 8 * 2**20  # bytes; pinned once, everything that goes to a file passes through it
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether copies run beside the computing there. MPS has one queue, and shares the host's memory."""
+    return device.type not in ("cpu", "meta") and hasattr(torch.get_device_module(device), "stream")
+
+
+def timing_event(device: torch.device) -> torch.Event | None:
+    """An event on the calling thread's stream that knows when it happened; None without streams."""
+    if not has_streams(device):  # on MPS, reading an event's time waits for the device
+        return None
+    module: Any = torch.get_device_module(device)
+    event: torch.Event = module.Event(enable_timing=True)
+    event.record(module.current_stream(device))
+    return event
 
 
 def streams_for(devices: Iterable[torch.device]) -> Streams:
     """The streams of a model on these devices. The CPU needs none, and MPS has one queue for everything."""
     found = sorted({device for device in devices if device.type != "cpu"}, key=str)
-    if not found or not all(hasattr(torch.get_device_module(device), "stream") for device in found):
+    if not found or not all(has_streams(device) for device in found):
         return BlockingStreams()
-    return AcceleratorStreams(found, module=torch.get_device_module(found[0]))
+    module: Any = torch.get_device_module(found[0])
+    try:
+        for device in found:
+            torch.empty(1, device=device).record_stream(module.current_stream(device))
+    except NotImplementedError as error:
+        _log.warning("%s cannot keep memory for copies on other streams, so each copy waits: %s", found[0], error)
+        return BlockingStreams()
+    return AcceleratorStreams(found, module=module)
 
 
 class _Events:

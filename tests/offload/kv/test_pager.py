@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvboost.direct_io import PAGE
 from kvboost.errors import CapacityError, KVBoostError
 from kvboost.offload.kv.pager import TRANSIT, FileSpill, HostSpill, Pager, Spill
+from tests.helpers.devices import Devices, host
 
 
 def pager(spill: Spill | None = None, *, frames: int = 4, group: int = 1) -> Pager:
@@ -199,3 +200,16 @@ def test_the_file_has_no_name(tmp_path: Path) -> None:
     spill.write(0, frame)
     assert list(tmp_path.iterdir()) == []  # so that nothing stays, even of a process that is killed
     spill.close()
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_pages_beside_a_device_are_pinned_where_it_has_streams(streams: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Devices() as seen, monkeypatch.context() as patch:
+        if streams:
+            patch.setattr(torch.cuda, "stream", None, raising=False)
+        spill = HostSpill(torch.device("cuda", 0))
+        frame = spill.frame(PAGE).fill_(3)
+        spill.write(0, frame)
+        spill.read([0], frame.zero_()[None])
+        assert host(frame).unique().tolist() == [3]
+        assert bool(seen.of("pin")) is streams

@@ -8,6 +8,7 @@ import pytest
 
 from kvboost.serve.generation.answers import AnswerReader, AnswerReaders, BlankHolder
 from kvboost.serve.generation.parts import CallArguments, CallOpened, Content, Reasoning
+from kvboost.serve.generation.requests import Offer
 from tests.helpers.tokenizer import byte_tokenizer
 
 _TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("f", "g")]
@@ -20,8 +21,8 @@ def _readers(written: str = "<tool_call> <think>") -> AnswerReaders:
     return AnswerReaders(tokenizer)
 
 
-def _reader(*, prompt: str = "", tools: Any = _TOOLS, **settings: Any) -> AnswerReader:
-    return _readers().make(prompt=prompt, tools=tools, **settings)
+def _reader(*, prompt: str = "", tools: Any = _TOOLS, forced: Any = (), **settings: Any) -> AnswerReader:
+    return _readers().make(prompt=prompt, offer=Offer(tools or (), dict.fromkeys(forced)), **settings)
 
 
 def _told(reader: AnswerReader) -> tuple[str, str, list[tuple[str, Any]]]:
@@ -78,17 +79,17 @@ def test_what_follows_a_grammar_has_no_reasoning() -> None:
         reader.add('{"a": 1}')
         reader.end()
         assert _told(reader) == ("", '{"a": 1}', [])
-    forced = _reader(prompt=prompt, forced=True)
+    forced = _reader(prompt=prompt, forced=["f"])
     forced.add('{"name": "f", "arguments": {"a": 1}} and more')
     assert _told(forced) == ("", "", [("f", {"a": 1})])
-    cut = _reader(prompt=prompt, forced=True)
+    cut = _reader(prompt=prompt, forced=["f"])
     cut.add('{"name": "f", "argu')
     cut.end()
     assert _told(cut) == ("", '{"name": "f", "argu', [])
 
 
 def test_without_marks_and_tools_text_is_as_it_was_written() -> None:
-    reader = _readers("").make(prompt="")
+    reader = _readers("").make(prompt="", offer=Offer())
     assert reader.add(" <think>a</think> \n") == [Content(" <think>a</think> \n")]
     assert reader.end() == []
 

@@ -167,8 +167,8 @@ class _Rotation:
         for first, size in zip(starts, blocks, strict=True):
             matrix[first : first + size, first : first + size] = _hadamard(size)
         self._matrix = matrix  # [dim, dim]
-        # Of the matrix as it was rounded, so that the two cancel.
-        self._inverse: torch.Tensor = torch.linalg.inv(matrix.double()).float()
+        # Of the matrix as it was rounded, so that the two cancel. On the host: MPS has no float64.
+        self._inverse: torch.Tensor = torch.linalg.inv(matrix.cpu().double()).float().to(spec.device)
         # What is added to all elements of a rotated part is one element of the part itself.
         self._firsts = [(first, size**0.5) for first, size in zip(starts, blocks, strict=True)]
 

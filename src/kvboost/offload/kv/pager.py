@@ -22,6 +22,7 @@ import torch
 
 from kvboost.direct_io import DIRECT, PAGE, up_to_page
 from kvboost.errors import CapacityError, KVBoostError
+from kvboost.hf.streams import has_streams
 
 
 class FileSpill:
@@ -106,7 +107,7 @@ class HostSpill:
 
     def write(self, slot: int, frame: torch.Tensor) -> None:
         """Returns when the bytes are there."""
-        page = torch.empty(frame.shape, dtype=torch.uint8, pin_memory=self._device.type != "cpu")
+        page = torch.empty(frame.shape, dtype=torch.uint8, pin_memory=has_streams(self._device))
         self._pages[slot] = page.copy_(frame)
 
     def read(self, slots: Sequence[int], pages: torch.Tensor) -> None:

@@ -25,6 +25,7 @@ from kvboost.hf.checkpoint import Shards, checkpoint_files, sample_pages
 from kvboost.hf.device_memory import memory_available
 from kvboost.hf.loading import ModelSource, load_checkpoint, load_resident, load_tokenizer, loading_errors
 from kvboost.hf.shape import layout_of_config, shape_of
+from kvboost.hf.streams import has_streams
 from kvboost.offload.weights.link import AcceleratorLink, Extent, FileSource, HostLink, HostSource, Link, Source
 from kvboost.offload.weights.skeleton import Skeleton, WeightPlacement, build_skeleton, place_weights
 from kvboost.offload.weights.slabs import Pieces, SlabFolder, make_slabs
@@ -63,6 +64,8 @@ def load_streamed(source: ModelSource, *, budget: int, weight_dir: str | Path | 
     files = checkpoint_files(source.path, gguf.get("gguf_file"), hub)
     shards = Shards(files) if not gguf else None
     device = source.torch_device
+    if device.type != "cpu" and not has_streams(device):
+        raise ConfigError(f"a weight_budget copies on a second stream, which {device} has not; give device='cpu'")
     if getattr(config, "quantization_config", None) is not None and shards is not None:
         raise ConfigError("a weight_budget takes whole weights and GGUF, and these are packed; leave weight_budget out")
     dtype = dtype_asked_for(source.dtype, config, shards)

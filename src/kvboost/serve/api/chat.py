@@ -93,10 +93,9 @@ class _Chat:
         if index not in self._readers:
             self._readers[index] = self.service.answers.make(
                 prompt=self.prompt.text,
-                tools=self.tools,
-                forced=bool(self.offer.forced),
+                offer=self.offer,
                 constrained=self.constrained,
-                parallel=self.body.parallel_tool_calls is not False,
+                parallel=self.body.parallel_tool_calls,
             )
         return self._readers[index]
 

@@ -45,13 +45,7 @@ async def messages(service: AppService, body: MessagesRequest, caller: AppCaller
     offer, prompt = await _read(service, body, caller)
     grammar = await service.grammar(_format(body), offer=offer, param="output_config", tenant=caller.tenant)
     parallel = body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use
-    reader = service.answers.make(
-        prompt=prompt.text,
-        tools=list(offer.tools),
-        forced=bool(offer.forced),
-        constrained=grammar is not None,
-        parallel=parallel,
-    )
+    reader = service.answers.make(prompt=prompt.text, offer=offer, constrained=grammar is not None, parallel=parallel)
     generation = GenerationRequest(
         endpoint="messages",
         prompts=[(prompt.token_ids, prompt.boundaries)],

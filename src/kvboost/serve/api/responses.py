@@ -48,11 +48,7 @@ async def responses(service: AppService, body: ResponsesRequest, caller: AppCall
 
     prompt = await service.tokenizing.run(caller.tenant, encode)
     reader = service.answers.make(
-        prompt=prompt.text,
-        tools=list(offer.tools),
-        forced=bool(offer.forced),
-        constrained=grammar is not None,
-        parallel=body.parallel_tool_calls is not False,
+        prompt=prompt.text, offer=offer, constrained=grammar is not None, parallel=body.parallel_tool_calls
     )
     generation = GenerationRequest(
         endpoint="responses",

@@ -1,6 +1,6 @@
 """One answer as it comes, in parts: reasoning, text, tool calls.
 
-Made by an endpoint for each choice of a chat: ``reader = readers.make(prompt=..., tools=...)``, then ``add`` for every
+Made by an endpoint for each choice of a chat: ``reader = readers.make(prompt=..., offer=...)``, then ``add`` for every
 piece of text and ``end``; what was read so far is in ``reasoning``, ``content`` and ``calls``. Invariant: the parts do
 not depend on how the text was cut into pieces, so a stream and a whole answer say the same.
 """
@@ -27,7 +27,7 @@ from kvboost.serve.generation.parts import (
     opened_in,
     writes_reasoning,
 )
-from kvboost.serve.generation.requests import Answer
+from kvboost.serve.generation.requests import Answer, Offer
 from kvboost.serve.generation.token_stream import Ended
 from kvboost.serve.generation.tools import ForcedReader, ToolReader, make_tool_reader, parses_reasoning
 
@@ -59,26 +59,21 @@ class AnswerReaders:
         return tools or self._special
 
     def make(
-        self,
-        *,
-        prompt: str,
-        tools: list[dict[str, Any]] | None = None,
-        forced: bool = False,
-        constrained: bool = False,
-        parallel: bool = True,
+        self, *, prompt: str, offer: Offer, constrained: bool = False, parallel: bool | None = None
     ) -> AnswerReader:
-        """The reader of one answer to ``prompt``, which offers ``tools`` (in OpenAI's shape).
+        """The reader of one answer to ``prompt``, which makes this ``offer``.
 
-        ``forced`` for an answer that was held to one call, ``constrained`` for one that follows another grammar: in
-        both there is no reasoning. Without ``parallel`` only the first call counts.
+        ``constrained`` for one that follows a grammar: there is no reasoning then, nor where a call is forced. If
+        ``parallel`` is False, only the first call counts.
         """
-        if forced:
+        if offer.forced:
             return AnswerReader(tools=ForcedReader())
         if constrained:
             return AnswerReader()
-        reader = make_tool_reader(self._tokenizer, prompt=prompt, tools=tools or []) if tools or self._parsed else None
+        tools = list(offer.tools)
+        reader = make_tool_reader(self._tokenizer, prompt=prompt, tools=tools) if tools or self._parsed else None
         splitter = ReasoningSplitter(inside=opened_in(prompt)) if self._reasons else None
-        return AnswerReader(splitter=splitter, tools=reader, max_calls=None if parallel else 1)
+        return AnswerReader(splitter=splitter, tools=reader, max_calls=1 if parallel is False else None)
 
 
 class BlankHolder:
