@@ -41,7 +41,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     patch = monkeypatch
     patch.setattr(uploads, "_BATCH_BYTES", 2 * _BLOCK)
     patch.setattr(uploads, "_SLAB_BYTES", 4 * (_BLOCK + 2 * 4096))
-    patch.setattr(uploads, "_SLABS", 1)
 
 
 def _protected(folder: Path, encrypted: bool) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of two blocks and slabs of two records: so that memory is used again within one prompt."""
     monkeypatch.setattr(uploads, "_BATCH_BYTES", 2 * _SIZE)
     monkeypatch.setattr(uploads, "_SLAB_BYTES", 5 * 4096)
-    monkeypatch.setattr(uploads, "_SLABS", 1)
 
 
 @pytest.fixture
@@ -41,10 +39,6 @@ def records() -> Any:
 
 def _devices_of(block: KVBlock) -> list[torch.device]:
     return [_ON[index % 2] for index in range(len(block.tensors))]
-
-
-def _on_host(block: KVBlock) -> KVBlock:
-    return replace(block, tensors=tuple(host(tensor) for tensor in block.tensors))
 
 
 def _wrong(folder: Path, records: Any, turns: int, *, delay: float = 0.003) -> int:
@@ -78,23 +72,11 @@ def test_memory_is_kept_until_it_was_copied(tmp_path: Path, records: Any, small:
     assert _wrong(tmp_path, records, 15) == 0
 
 
-class _Forgets(deque[Any]):
-    """Holds nothing."""
-
-    def append(self, item: Any) -> None:
-        pass
-
-
 def test_seeded_memory_that_is_given_up_at_once(
     tmp_path: Path, records: Any, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = Uploads.__init__
-
-    def forgets(self: Uploads, *arguments: Any, **named: Any) -> None:
-        right(self, *arguments, **named)
-        self._under_way = _Forgets()
-
-    monkeypatch.setattr(Uploads, "__init__", forgets)
+    forgets = property(lambda self: (None, ()), lambda self, value: None)
+    monkeypatch.setattr(Uploads, "_under_way", forgets, raising=False)
     assert _wrong(tmp_path, records, 5, delay=0.02) == 5
 
 
@@ -103,3 +85,39 @@ def test_seeded_memory_that_is_given_up_without_waiting(
 ) -> None:
     monkeypatch.setattr("kvboost.hf.streams._Events.synchronize", lambda self: None)
     assert _wrong(tmp_path, records, 5, delay=0.02) == 5
+
+
+def test_without_pinned_memory_blocks_come_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    blocks = [block_of(chunk, _SIZE) for chunk in _CHUNKS[:3]]
+    with LateDevices() as seen:
+        streams = seen.streams_for(_ON)
+        to_devices = Uploads(streams, devices=_devices_of)
+        seen.host_memory = _none  # type: ignore[method-assign]
+        assert len(to_devices.memory(5000)) == 5000
+        found = list(to_devices.upload(iter([*blocks[:2], None, blocks[2]])))
+        streams.join()
+        assert found.pop(2) is None
+        for block, wanted in zip(found, blocks, strict=True):
+            assert block is not None
+            assert [tensor.device for tensor in block.tensors] == _ON
+            assert all(torch.equal(host(a), b) for a, b in zip(block.tensors, wanted.tensors, strict=True))
+    assert caplog.text.count("no more can be pinned") == 1
+
+
+def _none(nbytes: int) -> torch.Tensor:
+    raise RuntimeError("no more")
+
+
+@pytest.mark.parametrize(("tensors", "devices", "uploads"), [(1, 1, 3), (12, 1, 3), (12, 2, 32)])
+def test_few_copies_carry_many_tensors(tensors: int, devices: int, uploads: int) -> None:
+    """16 blocks of 2 MiB: in batches of 16 MiB, the second out of two slabs; on two devices one for each half."""
+    places = [_ON[index * devices // tensors] for index in range(tensors)]
+    with LateDevices() as seen:
+        to_devices = Uploads(seen.streams_for(_ON), devices=lambda block: places)
+        blocks = []
+        for chunk in _CHUNKS[:16]:
+            read = torch.frombuffer(to_devices.memory(2 * 2**20), dtype=torch.uint8)
+            blocks.append(replace(block_of(chunk), tensors=read.tensor_split(tensors), nbytes=len(read)))
+        list(to_devices.upload(iter(blocks)))
+        assert not seen.unpinned_bytes
+        assert seen.counts["upload"] == uploads

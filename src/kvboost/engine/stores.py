@@ -47,7 +47,6 @@ _PAGE_BYTES = (2**16, 2**21)  # at least and at most: copies of less are bound b
 LastingTier = DiskTier | RedisTier
 
 _Like = tuple[torch.Size, torch.dtype, torch.device]
-"""Of a tensor."""
 
 OwnStore = MemoryStore | TieredStore
 

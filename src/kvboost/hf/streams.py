@@ -72,16 +72,13 @@ class AcceleratorStreams:
 
     def on_host(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Copied to pinned memory: to pageable memory the copy would come in the device's own time."""
-        found = tuple(
-            tensor
-            if tensor.device.type == "cpu"
-            else self.host_memory(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
-            for tensor in tensors
-        )
-        self.copy(
-            [pair for pair in zip(tensors, found, strict=True) if pair[0] is not pair[1]], after=None
-        ).synchronize()
+        found = tuple(tensor if tensor.device.type == "cpu" else self._like(tensor) for tensor in tensors)
+        pairs = zip(tensors, found, strict=True)
+        self.copy([(source, target) for source, target in pairs if source is not target], after=None).synchronize()
         return found
+
+    def _like(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.host_memory(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """Pinned memory."""
