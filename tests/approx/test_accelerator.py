@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.hooks import attach_align_device_hook_on_blocks
 
 from kvboost import KVBoost
 from kvboost.approx.probe import probe_reposition
@@ -18,7 +17,7 @@ from kvboost.approx.reposition import Move
 from kvboost.approx.spread import Spread
 from kvboost.hf.cache import SlabCache, layout_of, stock_cache
 from kvboost.hf.runner import ModelRunner
-from tests.helpers.devices import Devices, host, on_device, put
+from tests.helpers.devices import Devices, host, on_device, spread
 from tests.helpers.models import tiny_model
 
 _CHUNK = 16
@@ -31,19 +30,7 @@ def _text(seed: int, tokens: int) -> list[int]:
 def _model(*, layers: int, devices: int, **options: Any) -> Any:
     """A model on simulated devices, its layers spread evenly over them, as ``device_map`` would."""
     model = tiny_model("llama", num_hidden_layers=layers, max_position_embeddings=4096, **options)
-    places = {"model.embed_tokens": "cuda:0", "model.rotary_emb": "cuda:0"}
-    places |= {f"model.layers.{index}": f"cuda:{index * devices // layers}" for index in range(layers)}
-    places |= {"model.norm": f"cuda:{devices - 1}", "lm_head": f"cuda:{devices - 1}"}
-    put(model, lambda name: next(place for prefix, place in places.items() if name.startswith(f"{prefix}.")))
-    if devices > 1:
-        with Devices():
-            attach_align_device_hook_on_blocks(  # as accelerate's dispatch_model does it
-                model,
-                execution_device={name: torch.device(place) for name, place in {**places, "": "cuda:0"}.items()},
-                offload=dict.fromkeys(places, False),
-                skip_keys=model._skip_keys_device_placement,
-            )
-    return model
+    return spread(model, layers=layers, devices=devices)
 
 
 def _engine(model: Any, **options: Any) -> KVBoost:

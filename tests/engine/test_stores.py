@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import pytest
 import torch
 
-from kvboost.engine.stores import _copy_to, _fits_codec
+from kvboost.config import EngineConfig
+from kvboost.core.costs import CostModel
+from kvboost.engine import stores
+from kvboost.engine.stores import Stores
 from kvboost.hf.cache import KVLayout, TensorSpec
 from kvboost.hf.codec import KVCodec
-from kvboost.streams import BlockingStreams
-from kvboost.types import TOKEN_BYTES
+from kvboost.types import TOKEN_BYTES, KVBlock
 from tests.contracts.blocks import block_of
 from tests.contracts.content import prompt
 from tests.helpers.simulated_link import SimulatedStreams
@@ -28,20 +31,39 @@ class _OnDevice(KVCodec):
         return super().pack(tensors, start=start)
 
 
-def test_a_loaded_block_is_held_against_what_the_codec_packs_on_the_device() -> None:
-    (chunk,) = prompt("a")
-    tensors = (torch.zeros(4, 2, len(chunk.tokens) // TOKEN_BYTES, 64, dtype=torch.bfloat16),)  # as a file has it
-    fits = _fits_codec(_OnDevice(_LAYOUT), _LAYOUT)
-    assert fits(replace(block_of(chunk), tensors=tensors))
-    assert not fits(replace(block_of(chunk), tensors=tensors * 2))
-
-
-def test_what_comes_from_a_file_goes_to_the_device_once() -> None:
-    block = block_of(prompt("a")[0])
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stores]:
     streams = SimulatedStreams()
-    copied = _copy_to({_META}, streams)(block)
-    assert [tensor.device for tensor in copied.tensors] == [_META] * 2
-    assert copied.ready is not None
-    assert _copy_to({_META}, streams)(copied) is copied
-    assert _copy_to({torch.device("cpu")}, BlockingStreams())(block) is block
+    monkeypatch.setattr(stores, "streams_for", lambda devices: streams)
+    yield Stores(EngineConfig(), layout=_LAYOUT, codec=_OnDevice(_LAYOUT), costs=CostModel(), repaired_share=0.0)
     streams.close()
+
+
+def _from_a_file() -> KVBlock:
+    (chunk,) = prompt("a")
+    tensor = torch.zeros(4, 2, len(chunk.tokens) // TOKEN_BYTES, 64, dtype=torch.bfloat16)
+    return replace(block_of(chunk), tensors=(tensor,))
+
+
+def test_a_loaded_block_is_held_against_what_the_codec_packs_on_the_device(made: Stores) -> None:
+    block = _from_a_file()
+    assert made._fits(block)
+    assert not made._fits(replace(block, tensors=block.tensors * 2))
+
+
+def _copied_before(block: KVBlock) -> KVBlock:
+    return replace(block, tensors=tuple(tensor.to(_META) for tensor in block.tensors))
+
+
+def test_what_comes_from_a_file_goes_to_the_device_and_nothing_else_does(made: Stores) -> None:
+    block = _from_a_file()
+    foreign = replace(block, tensors=block.tensors * 2)
+    assert made._uploads is not None
+    copied, missed, same, refused = made._uploads.upload(iter([block, None, _copied_before(block), foreign]))
+    assert copied is not None
+    assert [tensor.device for tensor in copied.tensors] == [_META]
+    assert copied.ready is not None
+    assert missed is None
+    assert same is not None
+    assert same.ready is None
+    assert refused is foreign

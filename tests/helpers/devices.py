@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from unittest import mock
 
 import torch
+from accelerate.hooks import attach_align_device_hook_on_blocks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -99,6 +100,9 @@ class PretendedTensor(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
+    def record_stream(self, stream: Any) -> None:
+        """Their memory is the host's, and is there as long as it is referred to."""
+
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
@@ -117,6 +121,8 @@ class Event:
     kind: str
     op: str
     nbytes: int = 0
+    pinned: bool = False
+    """Of an upload: whether it began in pinned memory."""
 
 
 class Devices(TorchDispatchMode):
@@ -127,6 +133,8 @@ class Devices(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[Event] = []
+        self.pinned: list[torch.Tensor] = []
+        """Host memory [bytes] that the devices copy from without another copy."""
         self._patches = ExitStack()
 
     def __enter__(self) -> Devices:
@@ -160,6 +168,16 @@ class Devices(TorchDispatchMode):
     def of(self, kind: str) -> Counter[str]:
         """The ops behind the events of one kind."""
         return Counter(event.op for event in self.events if event.kind == kind)
+
+    @property
+    def unpinned_bytes(self) -> int:
+        """What was uploaded from pageable memory: each such copy makes the host wait."""
+        return sum(event.nbytes for event in self.events if event.kind == "upload" and not event.pinned)
+
+    def pinned_memory_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The pinned memory that a tensor of the host lies in."""
+        inside = (memory for memory in self.pinned if 0 <= tensor.data_ptr() - memory.data_ptr() < len(memory))
+        return next(inside, None)
 
     def during(self, work: Callable[[], Any]) -> Counter[str]:
         """The counts of what ``work`` does."""
@@ -208,7 +226,8 @@ class Devices(TorchDispatchMode):
         else:
             kind = "download" if target == CPU else "transfer"
         if kind != "launch" or target != CPU:
-            self.events.append(Event(kind, op, source.numel() * source.element_size()))
+            pinned = kind == "upload" and self.pinned_memory_of(source) is not None
+            self.events.append(Event(kind, op, source.numel() * source.element_size(), pinned))
 
     def _launched(self, func: Any, op: str, args: Any, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
         waits = op in _WAITING or (op == "repeat_interleave" and func._overloadname == "Tensor")
@@ -291,6 +310,23 @@ def put(model: Any, place: Callable[[str], str]) -> Any:
                     if tensor is not None:
                         there = on_device(tensor.detach(), place(f"{prefix}.{name}" if prefix else name))
                         kind[name] = torch.nn.Parameter(there, False) if kind is module._parameters else there
+    return model
+
+
+def spread(model: Any, *, layers: int, devices: int) -> Any:
+    """Put a Llama's layers evenly on so many devices, as ``device_map`` would."""
+    places = {"model.embed_tokens": "cuda:0", "model.rotary_emb": "cuda:0"}
+    places |= {f"model.layers.{index}": f"cuda:{index * devices // layers}" for index in range(layers)}
+    places |= {"model.norm": f"cuda:{devices - 1}", "lm_head": f"cuda:{devices - 1}"}
+    put(model, lambda name: next(place for prefix, place in places.items() if name.startswith(f"{prefix}.")))
+    if devices > 1:
+        with Devices():
+            attach_align_device_hook_on_blocks(  # as accelerate's dispatch_model does it
+                model,
+                execution_device={name: torch.device(place) for name, place in {**places, "": "cuda:0"}.items()},
+                offload=dict.fromkeys(places, False),
+                skip_keys=model._skip_keys_device_placement,
+            )
     return model
 
 

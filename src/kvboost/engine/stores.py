@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 
@@ -34,7 +33,8 @@ from kvboost.store import (
     read_key,
     record_format,
 )
-from kvboost.streams import Streams
+from kvboost.store.tiers.disk.files import Files
+from kvboost.store.uploads import Uploads
 from kvboost.types import TOKEN_BYTES, KVBlock, Namespace, tenant_digest
 
 _RECORD_BYTES = 64 * 2**20
@@ -46,6 +46,7 @@ _PAGE_BYTES = (2**16, 2**21)  # at least and at most: copies of less are bound b
 
 LastingTier = DiskTier | RedisTier
 
+_Like = tuple[torch.Size, torch.dtype, torch.device]
 
 OwnStore = MemoryStore | TieredStore
 
@@ -63,14 +64,16 @@ class Stores:
         self._reposition_saves = max(0.0, 1.0 - repaired_share)
         self._config, self._layout, self._codec, self._costs = config, layout, codec, costs
         self._key = read_key(config.record_key_file) if config.record_key_file is not None else None
-        self._fits = _fits_codec(codec, layout)
-        self._devices = {spec.device for spec in layout.slots}
-        if config.host_cache_bytes and all(device.type == "cpu" for device in self._devices):
+        self._packed_like = _packed_like(codec, layout)
+        devices = {spec.device for spec in layout.slots}
+        on_cpu = all(device.type == "cpu" for device in devices)
+        if config.host_cache_bytes and on_cpu:
             raise ConfigError(
                 f"host_cache_bytes={config.host_cache_bytes} needs a model on an accelerator; on the CPU the memory "
                 "cache is in host memory already: raise cache_bytes instead"
             )
-        self._streams = streams_for(self._devices)
+        self._streams = streams_for(devices)
+        self._uploads = None if on_cpu else Uploads(self._streams, devices=self._devices_of)
         self._lock = threading.Lock()
         self._tiers: list[LastingTier] = []
         self._store: OwnStore | None = None
@@ -106,7 +109,7 @@ class Stores:
         rules = LoadRules(
             compute_seconds=self._compute_seconds,
             fits=self._fits,
-            to_memory=_copy_to(self._devices, self._streams),
+            to_memory=self._uploads.upload if self._uploads is not None else iter,
             content_saves=self._reposition_saves,
         )
         return TieredStore(memory, tiers, rules=rules, streams=self._streams, waiting_bytes=queue_bytes)
@@ -158,9 +161,8 @@ class Stores:
         tiers: list[LastingTier] = []
         if config.disk_cache_dir is not None:
             limit = _limit(config.disk_cache_bytes)
-            tiers.append(
-                DiskTier(config.disk_cache_dir, capacity_bytes=limit, records=records, tenant_quota_bytes=quota)
-            )
+            folder, files = config.disk_cache_dir, Files(memory=self._uploads.memory) if self._uploads else None
+            tiers.append(DiskTier(folder, capacity_bytes=limit, records=records, tenant_quota_bytes=quota, files=files))
         if config.remote_url is not None:
             tiers.append(
                 RedisTier(
@@ -171,6 +173,16 @@ class Stores:
                 )
             )
         return tiers
+
+    def _fits(self, block: KVBlock) -> bool:
+        wanted = [(shape, dtype) for shape, dtype, _ in self._packed_like(block)]
+        return bool(wanted) and [(tensor.shape, tensor.dtype) for tensor in block.tensors] == wanted
+
+    def _devices_of(self, block: KVBlock) -> list[torch.device] | None:
+        """Where the tensors of a block from a file or a server belong; the host tier has put its own there."""
+        if any(tensor.device.type != "cpu" for tensor in block.tensors) or not self._fits(block):
+            return None
+        return [device for _, _, device in self._packed_like(block)]
 
     def _compute_seconds(self, tokens: int) -> float:
         if not self._costs.in_seconds:
@@ -195,44 +207,17 @@ def _limit(setting: int | str | None) -> int | None:
     return None if setting is None else int(setting)
 
 
-def _copy_to(devices: Collection[torch.device], streams: Streams) -> Callable[[KVBlock], KVBlock]:
-    """Copies a block to the model's device once, instead of for every request.
-
-    A model on several devices uses it from the host. What comes from the host tier is where it belongs already.
-    """
-    if len(devices) != 1 or all(device.type == "cpu" for device in devices):
-        return lambda block: block
-    (device,) = devices
-
-    def copy(block: KVBlock) -> KVBlock:
-        if all(tensor.device == device for tensor in block.tensors):
-            return block
-        targets = tuple(torch.empty_like(tensor, device=device) for tensor in block.tensors)
-        # The new memory may still be in use by what was computed before.
-        ready = streams.copy(zip(block.tensors, targets, strict=True), after=streams.event())
-        return replace(block, tensors=targets, ready=ready)
-
-    return copy
-
-
-def _fits_codec(codec: KVCodec, layout: KVLayout) -> Callable[[KVBlock], bool]:
-    """Whether a loaded block has the shapes and types that this codec packs, so that it can be placed."""
+def _packed_like(codec: KVCodec, layout: KVLayout) -> Callable[[KVBlock], Sequence[_Like]]:
+    """What the tensors of a block must be, so that it can be placed: as this codec packs one on the model's devices."""
 
     @lru_cache(maxsize=1024)
-    def packed_like(tokens: int, start: int) -> list[tuple[torch.Size, torch.dtype]]:
+    def packed_like(tokens: int, start: int) -> list[_Like]:
         empty = [
             torch.zeros(len(slots), spec.heads, tokens, spec.dim, dtype=spec.dtype, device=spec.device)
             for spec, slots in layout.groups.items()
         ]
-        return [(tensor.shape, tensor.dtype) for tensor in codec.pack(empty, start=start)]
+        return [(tensor.shape, tensor.dtype, tensor.device) for tensor in codec.pack(empty, start=start)]
 
-    states = [(torch.Size(spec.shape), spec.dtype) for spec in layout.states]
-
-    def fits(block: KVBlock) -> bool:
-        if not block.tokens:
-            return bool(states) and [(tensor.shape, tensor.dtype) for tensor in block.tensors] == states
-        # A codec may depend on the position only in whether it is 0.
-        wanted = packed_like(len(block.tokens) // TOKEN_BYTES, min(block.start, 1))
-        return [(tensor.shape, tensor.dtype) for tensor in block.tensors] == wanted
-
-    return fits
+    states = [(torch.Size(spec.shape), spec.dtype, spec.device) for spec in layout.states]
+    # A codec may depend on the position only in whether it is 0.
+    return lambda block: packed_like(len(block.tokens) // TOKEN_BYTES, min(block.start, 1)) if block.tokens else states

@@ -11,7 +11,6 @@ Not run on an accelerator here: the tests hold it to its order of calls with a d
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,7 +19,6 @@ import torch
 from kvboost.streams import BlockingStreams, Copies, Event, Streams
 
 _log = logging.getLogger(__name__)
-_STAGING = 8 * 2**20  # bytes; pinned once, everything that goes to a file passes through it
 
 
 def has_streams(device: torch.device) -> bool:
@@ -72,8 +70,6 @@ class AcceleratorStreams:
         self._devices, self._module = tuple(devices), module
         self._uploads = {device: module.Stream(device=device) for device in devices}
         self._downloads = {device: module.Stream(device=device) for device in devices}
-        self._staging: torch.Tensor | None = None
-        self._lock = threading.Lock()  # of the staging buffer
 
     def event(self) -> Event:
         """The calling thread's streams up to here."""
@@ -100,21 +96,14 @@ class AcceleratorStreams:
             self._module.current_stream(device).wait_stream(self._uploads[device])
 
     def on_host(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Copied through pinned memory, a piece at a time: pageable memory would be copied in the device's own time."""
-        return tuple(tensor if tensor.device.type == "cpu" else self._download(tensor) for tensor in tensors)
-
-    def _download(self, tensor: torch.Tensor) -> torch.Tensor:
-        found = torch.empty(tensor.shape, dtype=tensor.dtype)
-        source, target = (flat.contiguous().view(-1).view(torch.uint8) for flat in (tensor, found))
-        with self._lock:
-            if self._staging is None:
-                self._staging = self.host_memory(_STAGING)
-            for start in range(0, len(source), _STAGING):
-                piece = source[start : start + _STAGING]
-                staged = self._staging[: len(piece)]
-                self.copy([(piece, staged)], after=None).synchronize()
-                target[start : start + len(piece)].copy_(staged)
+        """Copied to pinned memory: to pageable memory the copy would come in the device's own time."""
+        found = tuple(tensor if tensor.device.type == "cpu" else self._like(tensor) for tensor in tensors)
+        pairs = zip(tensors, found, strict=True)
+        self.copy([(source, target) for source, target in pairs if source is not target], after=None).synchronize()
         return found
+
+    def _like(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.host_memory(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """Pinned memory."""

@@ -47,8 +47,8 @@ class LoadRules:
     """What computing so many tokens would take: loading is declined where that is less."""
     fits: Callable[[KVBlock], bool] = lambda block: True
     """Whether a block that was loaded is one for this model."""
-    to_memory: Callable[[KVBlock], KVBlock] = lambda block: block
-    """Brings it to where the memory store has its tensors."""
+    to_memory: Callable[[Iterator[KVBlock | None]], Iterator[KVBlock | None]] = lambda blocks: blocks
+    """Brings what a tier gives, in its order, to where the memory store has its tensors."""
     content_saves: float = 1.0
     """The share of computing that a block found by content saves at best: some of its tokens are recomputed."""
 
@@ -274,7 +274,7 @@ class Loader:
                         continue
                     break
                 nbytes += loaded.nbytes
-                block = replace(self.rules.to_memory(loaded), tenant=chunk.tenant)
+                block = replace(loaded, tenant=chunk.tenant)
                 # Found by content alone, its own beginning need not be here.
                 outcome = self._memory.put(replace(block, parent_key=None) if gaps else block)
                 if outcome is PutOutcome.REFUSED:
@@ -295,7 +295,7 @@ class Loader:
 
     def _loaded(self, tier: Tier, keys: Sequence[bytes]) -> Generator[KVBlock | None]:
         try:
-            yield from tier.load(keys)
+            yield from self.rules.to_memory(tier.load(keys))
         except Exception as error:  # noqa: BLE001 - whatever a tier raises is a miss
             self._calls.failed(tier, error)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -162,9 +162,11 @@ def test_below_a_memory_store_it_takes_what_is_evicted_and_gives_it_back_where_i
     tier = HostTier(10 * _SIZE, page_bytes=_PAGE)
     fetched: list[bytes] = []
 
-    def to_memory(block: KVBlock) -> KVBlock:
-        fetched.append(block.key)
-        return replace(block, tensors=tuple(tensor.clone() for tensor in block.tensors))
+    def to_memory(blocks: Iterator[KVBlock | None]) -> Iterator[KVBlock | None]:
+        for block in blocks:
+            assert block is not None
+            fetched.append(block.key)
+            yield replace(block, tensors=tuple(tensor.clone() for tensor in block.tensors))
 
     store = TieredStore(MemoryStore(3 * _SIZE), [tier], rules=LoadRules(to_memory=to_memory))
     for chunk in (*chunks, *prompt(*"xyz")):

@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -28,8 +28,9 @@ _MAX_DIGITS = 19
 class Files:
     """The system calls of the disk tier."""
 
-    def __init__(self, *, direct: bool = True) -> None:
-        self.direct = direct
+    def __init__(self, *, direct: bool = True, memory: Callable[[int], memoryview] = page_aligned) -> None:
+        """Records are read into ``memory``, which must be page-aligned."""
+        self.direct, self._memory = direct, memory
         """Whether reads go past the page cache; turned off where the file system refuses."""
 
     def write(self, path: Path, parts: Sequence[memoryview]) -> None:
@@ -51,7 +52,7 @@ class Files:
         try:
             with DirectFile(path, direct=self.direct, flags=os.O_NOFOLLOW) as file:
                 size = min(file.size, max_bytes + 1)
-                buffer = page_aligned(up_to_page(size))
+                buffer = self._memory(up_to_page(size))
                 done = self._read(file, buffer)
                 self.direct &= file.direct
         except FileNotFoundError:
