@@ -1,0 +1,95 @@
+"""The page of a GPU day: one file that needs nothing else, with what failed at its top.
+
+Written by :mod:`benchmarks.exact.gpu_day` after every section. Invariant: nothing is on it that is not in the file of
+the day, from which paths and names have been taken out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from benchmarks.gpu.day import FAILED, NOT_RUN, PASSED
+from benchmarks.gpu.record import BEGUN, DONE, DayFile, failures
+
+_KINDS = {PASSED: "good", FAILED: "bad", NOT_RUN: "soft"}
+
+
+def html_page(day: DayFile, titles: Mapping[str, str]) -> str:
+    """The whole page. ``titles`` are all sections, in their order."""
+    found = {name: day.sections[name] for name in titles if name in day.sections}
+    bad = {name: section for name, section in found.items() if failures(section)}
+    ordered = [*bad, *(name for name in found if name not in bad)]
+    missing = [title for name, title in titles.items() if name not in found]
+    parts = [_summary(found, titles, missing), _failed(bad, titles), _setup(day)]
+    parts += [_section(titles[name], found[name], day) for name in ordered]
+    page = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
+    return page.substitute(model=escape(day.setup["model"]), sections="\n  ".join(part for part in parts if part))
+
+
+def _summary(found: Mapping[str, Any], titles: Mapping[str, str], missing: Sequence[str]) -> str:
+    rows = []
+    for name, section in found.items():
+        wrong, count = failures(section), len(section.get("checks", []))
+        passed = sum(check["status"] == PASSED for check in section.get("checks", []))
+        state = section["state"] if section["state"] != BEGUN else "begun; it did not end"
+        verdict = FAILED if wrong else PASSED if section["state"] == DONE else state
+        told = f"{len(wrong)} of {count} failed" if wrong else f"{passed} of {count} passed, the others have no bar"
+        rows.append([titles[name], verdict, told if count else state, _minutes(section.get("seconds"))])
+    rows += [[title, NOT_RUN, "", ""] for title in missing]
+    return _card("Sections", _table(["section", "", "checks", "took"], rows, status=1))
+
+
+def _failed(bad: Mapping[str, Any], titles: Mapping[str, str]) -> str:
+    rows = [
+        [titles[name], check["what"], check["found"], check["expected"]]
+        for name, section in bad.items()
+        for check in failures(section)
+    ]
+    return _card("What failed", _table(["section", "what", "found", "expected"], rows), "failed") if rows else ""
+
+
+def _setup(day: DayFile) -> str:
+    rows = [[name, str(value)] for name, value in (*day.setup.items(), *day.settings.items())]
+    return _card("Measured on", _table(["", ""], rows))
+
+
+def _section(title: str, section: Mapping[str, Any], day: DayFile) -> str:
+    checks = sorted(section.get("checks", []), key=lambda check: check["status"] != FAILED)
+    rows = [[check["status"], check["what"], check["found"], check["expected"]] for check in checks]
+    inner = _table(["", "what", "found", "expected"], rows, status=0) if rows else f"<p>{escape(section['state'])}</p>"
+    if other := [name for name in day.setup if section["setup"].get(name) != day.setup[name]]:
+        told = ", ".join(f"{name} {section['setup'].get(name)}" for name in other)
+        inner = f'<p class="bad">Measured on something else: {escape(told)}</p>{inner}'
+    for table in section.get("tables", []):
+        notes = "".join(f'<p class="soft small">{escape(note)}</p>' for note in table["notes"])
+        inner += f"<h3>{escape(table['title'])}</h3>{_table(table['columns'], table['rows'])}{notes}"
+    return _card(title, inner)
+
+
+def _card(title: str, inner: str, kind: str = "") -> str:
+    return f'<section class="card {kind}"><h2>{escape(title)}</h2>{inner}</section>'
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, status: int | None = None) -> str:
+    """A table; the column ``status`` is coloured by what it says."""
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    head = f"<thead><tr>{head}</tr></thead>" if any(columns) else ""
+    body = "".join(
+        f"<tr>{''.join(_cell(cell, place == status) for place, cell in enumerate(row))}</tr>" for row in rows
+    )
+    return f'<div class="scroll"><table>{head}<tbody>{body}</tbody></table></div>'
+
+
+def _cell(text: str, is_status: bool) -> str:
+    kind = f' class="{_KINDS.get(text, "soft")}"' if is_status else ""
+    return f"<td{kind}>{escape(text)}</td>"
+
+
+def _minutes(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
