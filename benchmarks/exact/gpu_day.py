@@ -49,7 +49,7 @@ SECTIONS = {
     "memory": Section("5. Memory", memory.PARTS),
 }
 _FULL = Sizes(lengths=(512, 2048, 8192), rounds=9, new=64, requests=200)
-_SHORT = Sizes(lengths=(192, 512), rounds=3, new=16, requests=24)
+_SHORT = Sizes(lengths=(192, 512), rounds=3, new=8, requests=16)
 _ROOM = 128  # positions for a question, a beginning and an answer
 _LEAST = 64  # tokens of a prompt of which something can be reused
 

@@ -32,7 +32,7 @@ from benchmarks.internals import (
 from kvboost.engine import KVBoost
 from kvboost.types import GenerationMode, PrefillResult
 
-_PROMPTS = 4
+_PROMPTS = 3
 _CODEC_ERROR = {8: 0.1, 4: 0.5}  # relative, root mean square: more is no rounding in any model
 _MORE_THAN_CPU = 1.2
 _DISK_BYTES = "20GB"
@@ -93,10 +93,8 @@ def tiers(day: Day, findings: Findings) -> None:
         first = _prefills(engine, prompts)
         _compare(day, findings, "memory", first, _prefills(engine, prompts))
         per_token = engine.parts.layout.bytes_per_token if engine.parts.layout is not None else 0
-    if day.device.type == "cpu":
-        findings.not_run("KV from the host tier", "the model is on the CPU, whose memory is the host's")
-    elif day.options.get("host_cache_bytes") == 0:
-        findings.not_run("KV from the host tier", "this device has none")
+    if (why := day.why_no_host_tier) is not None:
+        findings.not_run("KV from the host tier", why)
     else:
         # Memory for about one and a half of the prompts, and a quarter of it may wait for the tier.
         small = {"cache_bytes": 2 * per_token * day.sizes.usual, "host_cache_bytes": 8 * per_token * day.sizes.usual}

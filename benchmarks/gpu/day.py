@@ -111,6 +111,12 @@ class Day:
         return found
 
     @property
+    def why_no_host_tier(self) -> str | None:
+        """None if evicted KV may go to host memory."""
+        shared = {"cpu": "the CPU", "mps": "MPS"}.get(self.device.type)
+        return None if shared is None else f"the model is on {shared}, whose memory is the host's"
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of the model's embeddings."""
         found: torch.dtype = self.model.get_input_embeddings().weight.dtype

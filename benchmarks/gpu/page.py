@@ -6,6 +6,7 @@ the day, from which paths and names have been taken out.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -23,23 +24,23 @@ def html_page(day: DayFile, titles: Mapping[str, str]) -> str:
     found = {name: day.sections[name] for name in titles if name in day.sections}
     bad = {name: section for name, section in found.items() if failures(section)}
     ordered = [*bad, *(name for name in found if name not in bad)]
-    missing = [title for name, title in titles.items() if name not in found]
-    parts = [_summary(found, titles, missing), _failed(bad, titles), _setup(day)]
+    parts = [_summary(day, found, titles), _failed(bad, titles), _setup(day)]
     parts += [_section(titles[name], found[name], day) for name in ordered]
     page = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     return page.substitute(model=escape(day.setup["model"]), sections="\n  ".join(part for part in parts if part))
 
 
-def _summary(found: Mapping[str, Any], titles: Mapping[str, str], missing: Sequence[str]) -> str:
+def _summary(day: DayFile, found: Mapping[str, Any], titles: Mapping[str, str]) -> str:
     rows = []
-    for name, section in found.items():
-        wrong, count = failures(section), len(section.get("checks", []))
-        passed = sum(check["status"] == PASSED for check in section.get("checks", []))
-        state = section["state"] if section["state"] != BEGUN else "begun; it did not end"
-        verdict = FAILED if wrong else PASSED if section["state"] == DONE else state
-        told = f"{len(wrong)} of {count} failed" if wrong else f"{passed} of {count} passed, the others have no bar"
-        rows.append([titles[name], verdict, told if count else state, _minutes(section.get("seconds"))])
-    rows += [[title, NOT_RUN, "", ""] for title in missing]
+    for name, title in titles.items():
+        section = found.get(name, {"state": NOT_RUN})
+        counts = Counter(check["status"] for check in section.get("checks", []))
+        state = "begun; it did not end" if section["state"] == BEGUN else section["state"]
+        verdict = FAILED if counts[FAILED] else PASSED if state == DONE else state
+        told = ", ".join(f"{count} {status}" for status, count in counts.items())
+        if name in found and day.otherwise(section):
+            told += "; from an earlier run with other settings"
+        rows.append([title, verdict, told, _minutes(section.get("seconds"))])
     return _card("Sections", _table(["section", "", "checks", "took"], rows, status=1))
 
 
@@ -61,9 +62,9 @@ def _section(title: str, section: Mapping[str, Any], day: DayFile) -> str:
     checks = sorted(section.get("checks", []), key=lambda check: check["status"] != FAILED)
     rows = [[check["status"], check["what"], check["found"], check["expected"]] for check in checks]
     inner = _table(["", "what", "found", "expected"], rows, status=0) if rows else f"<p>{escape(section['state'])}</p>"
-    if other := [name for name in day.setup if section["setup"].get(name) != day.setup[name]]:
-        told = ", ".join(f"{name} {section['setup'].get(name)}" for name in other)
-        inner = f'<p class="bad">Measured on something else: {escape(told)}</p>{inner}'
+    if other := day.otherwise(section):
+        told = ", ".join(f"{name} {value}" for name, value in other.items())
+        inner = f'<p class="bad">From an earlier run, with {escape(told)}</p>{inner}'
     for table in section.get("tables", []):
         notes = "".join(f'<p class="soft small">{escape(note)}</p>' for note in table["notes"])
         inner += f"<h3>{escape(table['title'])}</h3>{_table(table['columns'], table['rows'])}{notes}"
@@ -85,7 +86,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, status: int
 
 
 def _cell(text: str, is_status: bool) -> str:
-    kind = f' class="{_KINDS.get(text, "soft")}"' if is_status else ""
+    kind = f' class="status {_KINDS.get(text, "soft")}"' if is_status else ""
     return f"<td{kind}>{escape(text)}</td>"
 
 

@@ -65,8 +65,14 @@ class DayFile:
         """Keep what a section found."""
         self._put(name, {"state": state, "seconds": round(seconds, 1), **found})
 
+    def otherwise(self, section: Mapping[str, Any]) -> dict[str, Any]:
+        """What was other than today when a section ran, as it was then."""
+        today = {**self.setup, **self.settings}
+        then = {**section["setup"], **section["settings"]}
+        return {name: then.get(name) for name in {**today, **then} if then.get(name) != today.get(name)}
+
     def _is_of_today(self, section: Mapping[str, Any]) -> bool:
-        return bool(section["setup"] == self.setup and section["settings"] == self.settings)
+        return not self.otherwise(section)
 
     def _put(self, name: str, section: Mapping[str, Any]) -> None:
         self.sections[name] = without_places({**section, "setup": self.setup, "settings": self.settings})

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from benchmarks.gpu.record import DayFile, explain, without_places
 from benchmarks.runner import main
 from kvboost.hf.codec import Int8Codec
 from kvboost.hf.ragged import RaggedRunner
-from kvboost.store import MemoryStore
+from kvboost.store import DiskTier, HostTier, MemoryStore
 from kvboost.types import KVBlock, PutOutcome
 from tests.helpers.devices import Devices, put
 from tests.helpers.models import tiny_model
@@ -224,6 +224,19 @@ def _seed_other_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MemoryStore, "put", wrong)
 
 
+def _seed_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk tier that returns a little less than it was given; checksums of what it wrote are right."""
+    monkeypatch.setattr(DiskTier, "load", _shrunk(DiskTier.load))
+
+
+def _shrunk(load: Callable[..., Iterator[KVBlock | None]]) -> Callable[..., Iterator[KVBlock | None]]:
+    def wrong(tier: Any, keys: Sequence[bytes]) -> Iterator[KVBlock | None]:
+        for block in load(tier, keys):
+            yield block and replace(block, tensors=tuple(tensor * 0.999 for tensor in block.tensors))
+
+    return wrong
+
+
 def _seed_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight bits that unpack to a little more than they should."""
     unpack = Int8Codec.unpack
@@ -261,8 +274,9 @@ def _seed_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     ("seed", "section", "found_by"),
     [
         (_seed_other_chunk, "answers", {"warm, cold and plain Transformers answer alike", "KV from memory"}),
+        (_seed_disk, "answers", {"KV from the disk tier"}),
         (_seed_packing, "answers", {"KV in 8 bits unpacks to what was packed"}),
-        (_seed_joint_decoding, "answers", {"4 jobs side by side against each alone"}),
+        (_seed_joint_decoding, "answers", {"3 jobs side by side against each alone"}),
         (_seed_a_bit, "answers", {"KV from memory"}),
         (_seed_a_bit, "bits", {"numerics='bitwise': warm equals cold"}),
         (_seed_plain, "answers", {"warm, cold and plain Transformers answer alike"}),
@@ -282,7 +296,7 @@ def test_a_wrong_answer_fails_and_stands_first(
     found = statuses(document["sections"][section])
     assert {what for what, status in found.items() if status == "FAILED"} >= found_by
     assert page.index("What failed") < page.index("Measured on")
-    first_rows = re.findall(r'<section class="card "><h2>[12]\. .*?<tbody><tr><td class="(\w+)">', page, re.S)
+    first_rows = re.findall(r'<section class="card "><h2>[12]\. .*?<tbody><tr><td class="status (\w+)">', page, re.S)
     assert first_rows == ["bad"]
 
 
@@ -297,7 +311,11 @@ def test_a_section_that_failed_stands_before_those_that_did_not(tmp_path: Path) 
     assert cards == ["Sections", "What failed", "Measured on", "2. Two", "1. One"]
     assert "&lt;b&gt;" in page
     assert "<b>" not in page
-    assert re.search(r"3\. Three</td><td class=\"soft\">not run", page)
+    assert "earlier run" not in page
+    later = DayFile(tmp_path / "day.json", {"model": "m"}, {"rounds": 9})
+    assert html_page(later, {"one": "1. One"}).count("earlier run") == 2
+    assert not later.is_done("one")
+    assert re.search(r"3\. Three</td><td class=\"status soft\">not run", page)
 
 
 def test_answers_that_differ_by_rounding_are_told_from_wrong_ones(model: Path) -> None:
@@ -366,10 +384,10 @@ def test_the_profiler_sees_operators_of_the_cpu() -> None:
     assert counts["operators"] >= 3
 
 
-def _day(tiny: Any, *, count: day.Counting, **options: Any) -> Day:
+def _day(tiny: Any, *, count: day.Counting) -> Day:
     tokenizer = byte_tokenizer()
     sizes = Sizes(lengths=(96,), rounds=1, new=4, requests=4, positions=8000)
-    return Day(tiny, tokenizer, TextSource(tokenizer), sizes, count, options=options)
+    return Day(tiny, tokenizer, TextSource(tokenizer), sizes, count)
 
 
 _ON_DEVICES = [
@@ -393,7 +411,7 @@ def test_parts_run_on_a_simulated_device(module: Any, part: str) -> None:
             seen = devices.during(work)
             return Counter({kinds[kind]: seen[kind] for kind in kinds}), Counter(event.op for event in devices.events)
 
-        module.PARTS[part](_day(tiny, count=count, host_cache_bytes=0), findings)
+        module.PARTS[part](_day(tiny, count=count), findings)
     assert "FAILED" not in [check["status"] for check in findings.checks]
     assert findings.checks or findings.tables
     if module is copies:
@@ -403,12 +421,26 @@ def test_parts_run_on_a_simulated_device(module: Any, part: str) -> None:
         assert statuses(findings.as_dict())["numerics='bitwise': warm equals cold"] == "passed"
 
 
+def test_a_host_tier_that_returns_something_else_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = put(tiny_model("llama", vocab_size=300), lambda _: "cuda:0")
+    found = []
+    for seeded in (False, True):
+        if seeded:
+            monkeypatch.setattr(HostTier, "load", _shrunk(HostTier.load))
+        findings = Findings()
+        with Devices():
+            answers.tiers(_day(tiny, count=copies.profiled), findings)
+        found.append(statuses(findings.as_dict()))
+    assert found[0]["KV from the host tier"] == "passed"
+    assert found[1] == {**found[0], "KV from the host tier": "FAILED"}
+
+
 def test_bits_that_nothing_was_reused_for_are_not_called_equal() -> None:
     """On a grid of 1,024 a model of 512 positions resumes nowhere."""
     tiny = put(tiny_model("llama", vocab_size=300), lambda _: "cuda:0")
     findings = Findings()
     with Devices():
-        measured = _day(tiny, count=copies.profiled, host_cache_bytes=0)
+        measured = _day(tiny, count=copies.profiled)
         measured = replace(measured, sizes=replace(measured.sizes, positions=400))
         bits.warm_and_cold(measured, findings)
     assert statuses(findings.as_dict())["numerics='bitwise': warm equals cold"] == "not run"
