@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from benchmarks.common.measure import TextSource, add_engine_arguments, model_folder, positive
+from benchmarks.common.measure import DTYPES, TextSource, add_engine_arguments, model_folder, positive
 from benchmarks.common.report import BenchError, Report
 from benchmarks.gpu import answers, bits, copies, memory, speed
 from benchmarks.gpu.day import FAILED, PASSED, Day, Findings, Sizes
@@ -57,7 +57,7 @@ _LEAST = 64  # tokens of a prompt of which something can be reused
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
     add_engine_arguments(parser)
-    parser.add_argument("--dtype", default="auto", help="default: the checkpoint's")
+    parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="default: the checkpoint's")
     parser.add_argument("--short", action="store_true", help="minutes: short prompts, few rounds")
     parser.add_argument("--lengths", type=positive, nargs="+", help="tokens of prompts (default 512 2048 8192)")
     parser.add_argument("--rounds", type=positive, help="rounds of each time (default 9)")
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> Report:
     results = (args.results or Path()).expanduser()
     if not results.is_dir():
         raise BenchError(f"there is no folder {results}; create it first, or give another with --results")
-    device = ModelSource(str(folder), device=args.device).torch_device
+    device = _device(args)
     setup = describe_setup(folder, device=device, dtype=args.dtype)
     sizes = _sizes(args)
     settings = {
@@ -148,6 +148,18 @@ def _dead(day: Day) -> str | None:
     except RuntimeError as error:
         return type(error).__name__
     return None
+
+
+def _device(args: argparse.Namespace) -> torch.device:
+    """Where the model goes. Raises BenchError for a device that is not there."""
+    try:
+        device = ModelSource(str(args.model), device=args.device).torch_device
+    except RuntimeError as error:
+        raise BenchError(f"--device {args.device} is no device; give cpu or cuda, or leave it out") from error
+    there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device.type != "cpu" and (there is None or there.type != device.type):
+        raise BenchError(f"this torch sees no {device.type} device (but {there or 'the CPU'}); leave --device out")
+    return device
 
 
 def _sizes(args: argparse.Namespace) -> Sizes:

@@ -24,7 +24,7 @@ def html_page(day: DayFile, titles: Mapping[str, str]) -> str:
     found = {name: day.sections[name] for name in titles if name in day.sections}
     bad = {name: section for name, section in found.items() if failures(section)}
     ordered = [*bad, *(name for name in found if name not in bad)]
-    parts = [_summary(day, found, titles), _failed(bad, titles), _setup(day)]
+    parts = [_failed(bad, titles), _summary(day, found, titles), _setup(day)]
     parts += [_section(titles[name], found[name], day) for name in ordered]
     page = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     return page.substitute(model=escape(day.setup["model"]), sections="\n  ".join(part for part in parts if part))

@@ -295,7 +295,7 @@ def test_a_wrong_answer_fails_and_stands_first(
     document, page = written(results)
     found = statuses(document["sections"][section])
     assert {what for what, status in found.items() if status == "FAILED"} >= found_by
-    assert page.index("What failed") < page.index("Measured on")
+    assert page.index("What failed") < page.index("<h2>Sections")
     first_rows = re.findall(r'<section class="card "><h2>[12]\. .*?<tbody><tr><td class="status (\w+)">', page, re.S)
     assert first_rows == ["bad"]
 
@@ -308,7 +308,7 @@ def test_a_section_that_failed_stands_before_those_that_did_not(tmp_path: Path) 
         file.keep(name, findings.as_dict(), state="done", seconds=1.0)
     page = html_page(file, {"one": "1. One", "two": "2. Two", "three": "3. Three"})
     cards = re.findall(r"<h2>(.*?)</h2>", page)
-    assert cards == ["Sections", "What failed", "Measured on", "2. Two", "1. One"]
+    assert cards == ["What failed", "Sections", "Measured on", "2. Two", "1. One"]
     assert "&lt;b&gt;" in page
     assert "<b>" not in page
     assert "earlier run" not in page
@@ -499,3 +499,15 @@ def test_another_file_is_left_alone(
 def test_results_go_into_a_folder_that_is_there(model: Path, results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_day(model, results / "no") == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("device", ["cuda", "nonsense"])
+def test_a_device_that_is_not_there_is_one_line(
+    device: str, model: Path, results: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert run_day(model, results, "--device", device) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "leave" in error
+    assert not list(results.iterdir())
