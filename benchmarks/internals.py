@@ -41,10 +41,11 @@ from kvboost.extend import RepairStrategy
 from kvboost.hf.breaks import break_table, light_tokenizer
 from kvboost.hf.cache import KVLayout, SlabCache, TensorSpec, stock_cache
 from kvboost.hf.cache_layers import SlabLayer
+from kvboost.hf.checkpoint import Shards, checkpoint_files
 from kvboost.hf.codec import KVCodec, codec_for
 from kvboost.hf.joint import JointPrefill, probe_joint
 from kvboost.hf.loading import ModelSource, load_tokenizer
-from kvboost.hf.probe import probe_model
+from kvboost.hf.probe import max_positions_of, probe_model
 from kvboost.hf.prompt import PromptEncoder
 from kvboost.hf.ragged import RaggedRunner, SharedPrefix, exchanged, gains_exchanged
 from kvboost.hf.rows import RowBatch
@@ -83,10 +84,12 @@ __all__ = [
     "Repair",
     "RowBatch",
     "ServedPaths",
+    "Shards",
     "SharedPrefix",
     "SlabCache",
     "TensorSpec",
     "break_table",
+    "checkpoint_files",
     "chunk_keys",
     "codec_for",
     "exchanged",
@@ -95,6 +98,7 @@ __all__ = [
     "load_tokenizer",
     "loads_of",
     "make_chunker",
+    "max_positions_of",
     "measure_rates",
     "model_on_disk",
     "plan_reuse",

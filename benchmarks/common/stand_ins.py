@@ -110,5 +110,6 @@ STAND_INS: dict[str, Callable[[Path], Path | list[Path]]] = {
     "text": make_text,
     "data": make_questions,
     "traces": make_traces,
+    "results": lambda folder: folder,
 }
 """By the name of the option that the command left out."""
