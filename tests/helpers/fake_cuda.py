@@ -108,10 +108,11 @@ class _Recorder(TorchDispatchMode):
         if func.is_view or name in _FREE:
             return result
         self.trace.ops[name] += 1
-        for tensor in result if isinstance(result, tuple | list) else [result]:
+        made = (kwargs or {}).get("out", result)
+        for tensor in made if isinstance(made, tuple | list) else [made]:
             if isinstance(tensor, torch.Tensor):
                 self.trace.peak_tensor = max(self.trace.peak_tensor, tensor.nbytes)
-                if name in ("clone", "copy_", "_to_copy", "cat", "stack"):
+                if name in ("clone", "copy_", "_to_copy", "cat", "split_with_sizes_copy"):
                     self.trace.copied[name] += tensor.nbytes
         return result
 
