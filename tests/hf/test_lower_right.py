@@ -98,7 +98,7 @@ def test_models_that_go_on_as_they_are(tiny: Callable[..., Any], monkeypatch: py
     with Devices():
         reason = probe_lower_right(capped, probe_model(capped).layout)
     assert reason is not None
-    assert "'eager'" in reason
+    assert "'eager'" in reason or "more than a mask" in reason  # older Transformers run it through sdpa
 
 
 def test_what_needs_more_than_a_mask_is_refused(tiny: Callable[..., Any]) -> None:
