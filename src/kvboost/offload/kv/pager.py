@@ -22,7 +22,8 @@ import torch
 
 from kvboost.direct_io import DIRECT, PAGE, up_to_page
 from kvboost.errors import CapacityError, KVBoostError
-from kvboost.hf.streams import has_streams
+from kvboost.hf.streams import streams_for
+from kvboost.streams import Copies, Event
 
 
 class FileSpill:
@@ -41,11 +42,14 @@ class FileSpill:
         """Memory [bytes] to compute with, from a page on and no byte more: the pager counts what it gives out."""
         return torch.frombuffer(mmap.mmap(-1, up_to_page(size)), dtype=torch.uint8)
 
+    def event(self) -> None:
+        """All is computed when it was asked for."""
+
     def write(self, slot: int, frame: torch.Tensor) -> None:
         """Keep the frame's bytes. Raises OSError, for example if the disk is full."""
         self._move(slot * frame.numel(), frame, write=True)
 
-    def read(self, slots: Sequence[int], pages: torch.Tensor) -> None:
+    def read(self, slots: Sequence[int], pages: torch.Tensor, after: Event | None) -> None:
         """Fill ``pages`` [slots, bytes]. Slots side by side are read in one call. Raises OSError for missing bytes."""
         first = 0
         for index in range(1, len(slots) + 1):
@@ -91,29 +95,36 @@ class FileSpill:
 
 
 class HostSpill:
-    """The same slots in pinned host memory beside an accelerator. It has run with the CPU as the device only.
+    """The same slots in pinned host memory beside an accelerator, on which it never ran.
 
-    Copies go through the device's default stream, which orders them with the computing; a stream of their own
-    would overlap more.
+    Copies run on streams of their own, beside the computing: a read begins ``after`` what used its pages before.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._streams = device, streams_for([device])
         self._pages: dict[int, torch.Tensor] = {}
 
     def frame(self, size: int) -> torch.Tensor:
         """Memory on the device."""
         return torch.empty(up_to_page(size), dtype=torch.uint8, device=self._device)
 
+    def event(self) -> Event | None:
+        """What the calling thread has asked the device to compute."""
+        return self._streams.event()
+
     def write(self, slot: int, frame: torch.Tensor) -> None:
         """Returns when the bytes are there."""
-        page = torch.empty(frame.shape, dtype=torch.uint8, pin_memory=has_streams(self._device))
-        self._pages[slot] = page.copy_(frame)
+        self._pages[slot] = page = self._streams.host_memory(frame.numel())
+        self._copy([(frame, page)], self.event())
 
-    def read(self, slots: Sequence[int], pages: torch.Tensor) -> None:
-        """What the default stream computes afterwards sees the bytes."""
-        for slot, page in zip(slots, pages, strict=True):
-            page.copy_(self._pages[slot])
+    def read(self, slots: Sequence[int], pages: torch.Tensor, after: Event | None) -> None:
+        """Returns when the bytes are there."""
+        self._copy([(self._pages[slot], page) for slot, page in zip(slots, pages, strict=True)], after)
+
+    def _copy(self, pairs: Copies, after: Event | None) -> None:
+        done = self._streams.copy(pairs, after=after)
+        if done is not None:
+            done.synchronize()
 
     def close(self) -> None:
         """Forget all pages."""
@@ -254,7 +265,7 @@ class Pager:
                 self._free_buffers.append(self._spill.frame(self._frame_bytes * self._group))
                 self._buffers += 1
             coming = _Coming(slots, self._free_buffers.pop(), Future())
-            coming.read = self._worker.submit(self._spill.read, slots, self._part(coming))
+            coming.read = self._worker.submit(self._spill.read, slots, self._part(coming), self._spill.event())
             self._coming.append(coming)
             self.ledger.read_bytes += self._frame_bytes * len(slots)
             begun += 1
