@@ -100,6 +100,8 @@ def test_a_stage_gets_the_time_since_the_last_lap_each_time(monkeypatch: pytest.
 def test_a_step_of_a_given_time() -> None:
     costs = CostModel()
     assert costs.tokens_within(1.0) is None, "nothing was observed"
+    costs.observe_prefill(forwards=1, tokens=20, seconds=1.5)
+    assert costs.tokens_within(1.0) is None, "the first one loads kernels"
     for forwards in (1, 4) * 20:
         costs.observe_prefill(forwards=forwards, tokens=500, seconds=0.1 * forwards + 0.5)
     assert costs.tokens_within(1.1) == pytest.approx(1000, rel=0.05)

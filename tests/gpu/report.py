@@ -6,6 +6,7 @@ Run it in the environment of ``.ci/gpu``: ``python -m tests.gpu.report``.
 from __future__ import annotations
 
 import datetime
+from functools import partial
 
 import torch
 import transformers
@@ -41,16 +42,19 @@ def traces(cuda: FakeCuda) -> dict[str, tuple[Trace, Trace]]:
         warm = cuda.trace(lambda: engine.prefill([*PROMPT, *SUFFIX]))
         runner, layout = engine.parts.runner, engine.parts.layout
         assert layout is not None
-        batch = RowBatch(layout)
-        for length in range(2993, 3001):
-            batch.add(tokens=3100).set_length(length)
         ragged = RaggedRunner(runner, in_pages=True)
-        ragged.decode([5] * 8, batch)  # rows are cleared once
-        decode = cuda.trace(lambda: ragged.decode([5] * 8, batch))
+        decoded = []
+        for lengths in (range(2993, 3001), range(200, 4000, 500)):
+            batch = RowBatch(layout)
+            for length in lengths:
+                batch.add(tokens=length + 100).set_length(length)
+            ragged.decode([5] * 8, batch)  # rows are cleared once
+            decoded.append(cuda.trace(partial(ragged.decode, [5] * 8, batch)))
     return {
         "8,192 tokens, cold": (bare_cold, cold),
         "100 tokens after 8,192 that are known": (bare_warm, warm),
-        "one token of 8 sequences of 3,000": (bare_decode, decode),
+        "one token of 8 sequences of 3,000": (bare_decode, decoded[0]),
+        "one token of 8 sequences of 200 to 3,700": (bare_decode, decoded[1]),
     }
 
 

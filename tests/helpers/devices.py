@@ -143,8 +143,9 @@ class Devices(TorchDispatchMode):
         self._patches.enter_context(mock.patch("torch.cuda.get_device_properties", return_value=properties))
         self._patches.enter_context(mock.patch("torch.cuda.mem_get_info", return_value=(2**33, 2**34)))
         # No streams: copies are made at once, as on a device that has one queue for everything.
-        self._patches.callback(setattr, torch.cuda, "stream", torch.cuda.stream)
-        del torch.cuda.stream
+        if hasattr(torch.cuda, "stream"):
+            self._patches.callback(setattr, torch.cuda, "stream", torch.cuda.stream)
+            del torch.cuda.stream
         # So that torch.tensor(..., device=...) is a tensor of the host and a copy, as it is with CUDA.
         before = torch._C._only_lift_cpu_tensors()
         self._patches.callback(torch._C._set_only_lift_cpu_tensors, before)

@@ -43,7 +43,9 @@ _DECIDE_NO_BITS = {
     "hf/peft_layers.py",
     "hf/probe.py",
     "hf/speculation.py",  # decoding
+    "hf/streams.py",  # when bytes are copied
     "hf/weights.py",
+    "streams",
     "types",
 }
 

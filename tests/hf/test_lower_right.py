@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -139,7 +140,7 @@ def test_without_a_grid_where_sums_do_not_depend_on_the_step(depends: bool, monk
     monkeypatch.setattr(module.row_pages, "has_kernel", lambda device: True)
     monkeypatch.setattr(module.row_pages, "varlen_attn", whole)
     monkeypatch.setattr("torch.nn.functional.linear", product)
-    monkeypatch.setattr(module, "_WHOLE", 40)
+    monkeypatch.setattr(module, "WHOLE", 40)
     monkeypatch.setattr(module, "_CUTS", ((2,), (8, 30)))  # whole vectors of the CPU's functions
     assert module.probe_whole_sums(model, layout, max_positions=512) == (
         "a prefill resumed at (2,) has other bits" if depends else None
@@ -158,3 +159,14 @@ def test_bitwise_on_an_accelerator(reason: str | None, monkeypatch: pytest.Monke
     assert found.rule.grid == (None if reason is None else 1024)
     assert found.unmasked == ("whole sums" if reason is None else "lower right")
     assert found.spec == ("bitwise:any|whole sums" if reason is None else "bitwise:1024|lower right")
+
+
+def test_layers_that_are_compiled_later_get_their_mask(tiny: Callable[..., Any]) -> None:
+    runner = ModelRunner(copy.deepcopy(tiny("llama")))
+    cache, runner.unmasked = SlabCache(probe_model(runner.model).layout, capacity=120), "lower right"
+    runner.append(_TEXT[:40], cache, logits=False)
+    for layer in runner.model.model.layers:
+        layer.compile(backend="eager")
+    found = runner.append(_TEXT[40:], cache, logits=True)
+    _, expected = prefilled(ModelRunner(tiny("llama")), [40], without_masks=False)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

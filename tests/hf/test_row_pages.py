@@ -48,6 +48,7 @@ def documented(
     for row, (one, used, table) in enumerate(zip(query, seqused_k.tolist(), block_table.tolist(), strict=True)):
         keys, values = (pool[table].flatten(0, 1)[:used].transpose(0, 1) for pool in (key, value))
         seen = torch.ones(used, dtype=torch.bool)
+        assert window_size == (-1, -1) or window_size[1] == 0
         if window_size[0] >= 0:
             seen[: max(0, used - 1 - window_size[0])] = False
         assert row < len(query)

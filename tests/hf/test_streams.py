@@ -13,7 +13,7 @@ import torch
 
 from kvboost.hf.streams import AcceleratorStreams, has_streams, streams_for, timing_event
 from kvboost.streams import BlockingStreams
-from tests.helpers.devices import Devices
+from tests.helpers.devices import Devices, PretendedTensor
 
 _CPU, _CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -149,7 +149,7 @@ def test_a_device_that_keeps_no_memory_for_other_streams_copies_at_once(
             raise NotImplementedError("Could not run 'aten::record_stream' with arguments from the 'X' backend")
 
     with Devices():
-        monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
+        monkeypatch.setattr(PretendedTensor, "record_stream", record_stream)
         monkeypatch.setattr(torch, "get_device_module", lambda device: _Module())
         assert isinstance(streams_for([_CUDA]), AcceleratorStreams if keeps else BlockingStreams)
     assert ("each copy waits" in caplog.text) is not keeps

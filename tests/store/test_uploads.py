@@ -121,3 +121,28 @@ def test_few_copies_carry_many_tensors(tensors: int, devices: int, uploads: int)
         list(to_devices.upload(iter(blocks)))
         assert not seen.unpinned_bytes
         assert seen.counts["upload"] == uploads
+
+
+def test_copies_begin_after_what_used_their_memory_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device's memory is given out again while what was computed in it is still in the queue."""
+    asked: list[str] = []
+    with LateDevices() as seen:
+        streams = seen.streams_for(_ON)
+        event, empty, copy = streams.event, torch.empty, streams.copy
+
+        def noted(what: str, does: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if what != "memory" or str(kwargs.get("device", "cpu")) != "cpu":
+                    asked.append(what)
+                return does(*args, **kwargs)
+
+            return call
+
+        monkeypatch.setattr(streams, "event", noted("event", event))
+        monkeypatch.setattr(streams, "copy", noted("copy", copy))
+        monkeypatch.setattr(torch, "empty", noted("memory", empty))
+        to_devices = Uploads(streams, devices=_devices_of)
+        blocks = [block_of(chunk, _SIZE) for chunk in _CHUNKS[:6]]
+        assert len(list(to_devices.upload(blocks))) == 6
+    assert asked.count("memory") > 6, "each block's, and what neighbours are copied to together"
+    assert asked[asked.index("event") :] == ["event", "copy"]

@@ -56,7 +56,7 @@ class StageClock:
 
 _DECAY = 0.98  # of earlier observations with each new one: about the last fifty count
 _DEFAULT_FIXED_TOKENS = 32.0  # the fixed cost of a forward, in tokens, before anything was observed
-_FIXED_TOKENS_RANGE = (4.0, 256.0)  # limits of the estimate: chunks of one size cannot separate forwards from tokens
+_FIXED_TOKENS_RANGE = (4.0, 1024.0)  # limits of the estimate: chunks of one size cannot separate forwards from tokens
 _DEFAULT_REPAIR_FACTOR = 1.25  # time of a repair relative to plain steps with as many tokens
 _REPAIR_FACTOR_RANGE = (0.25, 16.0)
 
@@ -67,6 +67,7 @@ class CostModel:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ff = self._fr = self._rr = self._ft = self._rt = 0.0
+        self._observed = 0
         self._place_seconds = self._placed_tokens = 0.0
         self._repair = _DEFAULT_REPAIR_FACTOR
         self._undone: deque[tuple[torch.Event | None, StageClock, Callable[[Mapping[str, float]], None]]] = deque()
@@ -94,6 +95,7 @@ class CostModel:
     def observe_prefill(self, *, forwards: int, tokens: int, seconds: float) -> None:
         """A prompt's missing tokens were computed in ``forwards`` forwards."""
         with self._lock:
+            self._observed += 1
             weight = (
                 1.0 / max(seconds, 1e-6) ** 2
             )  # a relative error counts the same in a short prompt as in a long one
@@ -129,10 +131,10 @@ class CostModel:
             return per_token * (tokens + fixed_tokens * forwards)
 
     def tokens_within(self, seconds: float) -> int | None:
-        """Tokens that one forward should compute in this time; None before anything was observed."""
+        """Tokens that one forward should compute in this time; None before more than a first, slow one was observed."""
         with self._lock:
             fixed_tokens, per_token = self._solve()
-            return max(0, int(seconds / per_token - fixed_tokens)) if self._rr else None
+            return max(0, int(seconds / per_token - fixed_tokens)) if self._observed > 1 else None
 
     def reposition_seconds(self, tokens: int) -> float:
         """Expected time of repositioning ``tokens`` tokens."""

@@ -26,7 +26,9 @@ from kvboost.hf.cache import KVLayout, SlabCache
 from kvboost.hf.layers import decoder_of
 
 _PROBE_TOKENS, _PROBE_START = 24, 16
-_WHOLE, _CUTS = 2048, ((1,), (7, 300), (1024, 1031))
+WHOLE = 2048
+"""Tokens of the longest step that was found to have the bits of shorter ones."""
+_CUTS = (1,), (7, 300), (1024, 1031)
 _PROBE_ERROR = 0.05  # of the states' norm: rounding is far less, and a mask that is lost far more
 _FAILURES = UnsupportedAttentionError, RuntimeError, TypeError, ValueError, IndexError, AttributeError
 
@@ -42,6 +44,8 @@ class LowerRight(Plan):
     """Stands for the causal mask: the model only hands it on, or accelerate does, to another device."""
     calls: int = 0
     """Attention calls without a mask so far."""
+    ends: dict[torch.device, list[torch.Tensor]] = field(default_factory=dict)
+    """Where queries and keys begin and end, for whole sums."""
 
     def mask(self, **asked: Any) -> torch.Tensor | None:
         """Nothing for causal attention: a single sequence has no padding."""
@@ -66,8 +70,10 @@ class LowerRight(Plan):
 
     def _in_whole_sums(self, call: Call) -> torch.Tensor:
         query, key, value = (states[0].transpose(0, 1) for states in (call.query, call.key, call.value))
-        ends = [torch.tensor([0, len(states)], dtype=torch.int32, device=states.device) for states in (query, key)]
         longest = len(query), len(key)
+        if query.device not in self.ends:
+            self.ends[query.device] = [torch.arange(2, dtype=torch.int32, device=query.device) * n for n in longest]
+        ends = self.ends[query.device]
         options = {"scale": call.scale, "window_size": (-1, 0), "enable_gqa": True, "num_splits": 1}
         found: torch.Tensor = row_pages.varlen_attn(query, key, value, *ends, *longest, **options)
         return found[None].contiguous()
@@ -123,7 +129,7 @@ def probe_whole_sums(model: Any, layout: KVLayout, *, max_positions: int | None)
     """Why KV has other bits when its text is computed in other steps; None if several cuts of a text gave the same."""
     if not all(row_pages.has_kernel(spec.device) for spec in layout.slots):
         return "torch has no attention in whole sums for this device"
-    tokens = min(_WHOLE, max_positions or _WHOLE)
+    tokens = min(WHOLE, max_positions or WHOLE)
     ids, decoder = _text(model, tokens), decoder_of(model)
 
     def prefilled(cuts: tuple[int, ...]) -> tuple[torch.Tensor, ...]:

@@ -67,7 +67,8 @@ class RowPages:
             1,
             self._longest,
             scale=scale,
-            window_size=(-1 if window is None else window - 1, 0),
+            # One query sees all keys before it either way; told so, the kernel computes heads of shared keys together.
+            window_size=(-1, -1) if window is None else (window - 1, 0),
             enable_gqa=True,
             seqused_k=self._seen,
             block_table=self._tables[key_heads],

@@ -105,7 +105,8 @@ class ModelRunner:
             return nullcontext()
         if self.tiles is not None:
             return self.tiles.step(cache, tokens, head=head)
-        if self.unmasked is None:
+        # A layer that was compiled by itself does not follow plans, and would be handed what stands for a mask.
+        if self.unmasked is None or any(module._compiled_call_impl is not None for module in self._decoder.modules()):
             return nullcontext()
         return attending(LowerRight(cache.get_seq_length(), whole_sums=self.unmasked == "whole sums"))
 

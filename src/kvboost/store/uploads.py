@@ -88,8 +88,9 @@ class Uploads:
             return placed
         slabs = self._in_use()
         pairs = [(self._pinned(source, slabs), target) for source, target in pairs]
-        # The targets' memory may still be in use by what was computed before.
-        ready = self._streams.copy(_together(pairs, self._in_use()), after=self._streams.event())
+        copies = list(_together(pairs, self._in_use()))
+        # Only now: the memory of any target may still be in use by what was computed before it was given out.
+        ready = self._streams.copy(copies, after=self._streams.event())
         with self._lock:
             before, self._under_way = self._under_way, (ready, pairs)
         if before[0] is not None:

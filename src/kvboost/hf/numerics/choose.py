@@ -24,7 +24,7 @@ from kvboost.hf.attention import UnsupportedAttentionError, flash
 from kvboost.hf.cache import KVLayout, SlabCache
 from kvboost.hf.device_memory import memory_available, memory_total
 from kvboost.hf.layers import decoder_of, windows_by_layer
-from kvboost.hf.lower_right import probe_lower_right, probe_whole_sums
+from kvboost.hf.lower_right import WHOLE, probe_lower_right, probe_whole_sums
 from kvboost.hf.numerics.tiles import Choices, Tiles, why_no_tiles
 from kvboost.hf.weights import weights_by_owner
 from kvboost.steps import MaskedSteps, Numerics, StepRule
@@ -82,6 +82,8 @@ def choose_numerics(
     on_cpu = {device.type for device in devices} == {"cpu"}
     # By what is free now: but for a grid the length of a step is in no key.
     longest = step_limit(shape, available=min(memory_available(str(device)) for device in devices))
+    if not on_cpu and model.config._attn_implementation == "eager":
+        longest = min(longest, _GRID_ELSEWHERE)  # it has the scores of all heads in memory
     wanted = numerics or ("bitwise" if on_cpu else "fast")
     unmasked = None if on_cpu else _unmasked(model, layout)
     masked = _masked_steps(model, by_mask=unmasked is None)
@@ -92,7 +94,7 @@ def choose_numerics(
         if unmasked is not None and masked == "none" and not (layout.indexed or layout.states):
             reason = probe_whole_sums(model, layout, max_positions=shape.max_positions)
             if reason is None:
-                return ChosenNumerics(StepRule(longest), None, None, "whole sums")
+                return ChosenNumerics(StepRule(min(longest, WHOLE)), None, None, "whole sums")
         return ChosenNumerics(StepRule(_GRID_ELSEWHERE, _GRID_ELSEWHERE), None, reason, unmasked)
     budget = budget_to_pack(model) if packed_bytes is None else packed_bytes
     tiles, reason = _try_tiles(model, layout, budget, known)
