@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common.servers import RedisServer, free_port
+from benchmarks.common.servers import free_port
 from kvboost.cli import main
 from kvboost.store.record.format import RecordFormat, record_format
 from kvboost.types import tenant_digest
@@ -116,29 +116,6 @@ def test_purge(filled: Place, kvboost: Said, monkeypatch: pytest.MonkeyPatch) ->
     assert kvboost.json("purge", filled.url, "--tenant", "other", "--yes") == {"removed": 0}
     assert kvboost.json("purge", filled.url, "--tenant", "acme", "-y") == {"removed": 3}
     assert kvboost.json("stat", filled.url)["records"] == 0
-
-
-@pytest.mark.parametrize("place", ["disk"], indirect=True)
-def test_the_limit_is_shown_and_changed(place: Place, kvboost: Said, tmp_path: Path) -> None:
-    assert kvboost("limit", place.url, "1GiB") == 0
-    assert kvboost.out.endswith(" may hold 1.0 GiB\n")
-    place.fill(ACME, blocks_of(*"abcdefgh"))
-    assert kvboost.json("limit", place.url)["limit"] == 2**30
-    told = kvboost.json("limit", place.url, "40KB")
-    assert told["limit"] == 40_000
-    assert told["evicted"] == 4
-    assert kvboost.json("stat", place.url)["records"] == 4
-    assert kvboost("limit", place.url, "0") == 2
-    assert "SIZE 0 would keep nothing" in kvboost.err
-    assert kvboost("limit", tmp_path / "absent") == 2
-
-
-def test_a_servers_limit_is_its_own(kvboost: Said, redis_at: RedisServer) -> None:
-    place = Place("redis", redis_at.url)
-    assert kvboost("purge", place.url, "--tenant", "acme", "--all", "--yes") == 2
-    assert kvboost("limit", place.url, "1GiB") == 2
-    assert "maxmemory" in kvboost.err
-    assert kvboost.json("limit", place.url)["limit"] == 4 * 2**30
 
 
 def test_records_with_a_secret(kvboost: Said, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """``kvboost cache``: manage the chunk records of a directory or a Redis server.
 
-Called by :mod:`kvboost.cli.main`. It needs no model: records say what they are. Invariants: only ``purge``,
-``limit SIZE`` and ``verify --remove`` change anything; with ``--json`` the output is JSON and nothing else.
+Called by :mod:`kvboost.cli.main`. It needs no model: records say what they are. Invariants: only ``purge``
+and ``verify --remove`` change anything; with ``--json`` the output is JSON and nothing else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from rich.table import Table
 
 from kvboost.cli import cache_records as records
 from kvboost.cli.output import age, note, progress, size
-from kvboost.config import parse_bytes
 from kvboost.errors import ConfigError
 from kvboost.types import tenant_digest
 
@@ -172,41 +171,6 @@ def purge(
     if tenant is not None and not removed:
         note(f"nothing of a tenant {tenant!r} is here; tenants of a server have the names that GET /v1/cache lists")
     print(json.dumps({"removed": removed}) if as_json else f"{removed} records removed")
-
-
-@app.command("limit", epilog="Example:  kvboost cache limit ~/.cache/kvboost/kv 500GiB")
-def limit(
-    place: Place,
-    limit: Annotated[
-        str | None, typer.Argument(metavar="[SIZE]", help="Such as 500GiB. Without it, it is shown.")
-    ] = None,
-    *,
-    as_json: AsJson = False,
-) -> None:
-    """Show or change how much a place may hold, whoever writes there.
-
-    A Redis server's limit is its own: it is shown, and set with its maxmemory.
-
-    What is beyond a smaller limit is evicted now, the least recently used first.
-    """
-    evicted = 0
-    wanted = parse_bytes(limit, name="SIZE") if limit is not None else None
-    if wanted == 0:
-        raise ConfigError(f"SIZE {limit} would keep nothing; give a size such as 20GiB (purge removes records)")
-    with records.open_location(place, create=wanted is not None) as catalogue:
-        if wanted is not None:
-            catalogue.set_limit(wanted)
-            with progress("evicting") as bar:
-                for count in catalogue.trim():
-                    evicted += count
-                    bar.update(count)
-        found, name = catalogue.limit(), catalogue.place
-    if as_json:
-        print(json.dumps({"place": name, "limit": found, "evicted": evicted}))
-        return
-    print(f"{name} may hold {size(found)}" if found is not None else f"{name} has no limit yet")
-    if evicted:
-        print(f"{evicted} records evicted")
 
 
 @app.command("verify", epilog="Example:  kvboost cache verify redis://127.0.0.1:6379/0 --key-file kv.key")
