@@ -53,27 +53,6 @@ def filled(place: Place) -> Place:
     return place
 
 
-def test_ls_shows_records_for_people_and_for_scripts(filled: Place, kvboost: Said) -> None:
-    assert kvboost("ls", filled.url) == 0
-    lines = kvboost.out.splitlines()
-    assert lines[0].split()[:4] == ["key", "space", "tenant", "codec"]
-    assert len(lines) == 6
-    assert {line.split()[0] for line in lines[1:]} == {
-        block.key.hex()[:12] for block in (*blocks_of("a", "b", "c"), *blocks_of("x", "y"))
-    }
-    assert kvboost("ls", filled.url, "--limit", "2", "--tenant", "acme") == 0
-    assert kvboost.out.count(" acme ") == 2
-    assert kvboost.out.endswith("1 more; --limit 0 shows all\n")
-    assert kvboost("ls", filled.url, "--json") == 0
-    rows = [json.loads(line) for line in kvboost.out.splitlines()]
-    b = next(row for row in rows if row["key"] == blocks_of("a", "b")[1].key.hex())
-    assert b["parent"] == blocks_of("a")[0].key.hex()
-    assert (b["tokens"], b["start"], b["codec"], b["readable"]) == (4, 4, "raw", True)
-    assert b["tenant"] == tenant_digest("acme").hex()
-    assert kvboost("ls", filled.url, "--space", ACME.space.hex()[:8], "--json") == 0
-    assert len(kvboost.out.splitlines()) == 3
-
-
 def test_stat_counts_by_space(filled: Place, kvboost: Said) -> None:
     told = kvboost.json("stat", filled.url)
     assert told["records"] == 5
@@ -89,6 +68,12 @@ def test_stat_counts_by_space(filled: Place, kvboost: Said) -> None:
 def test_verify_finds_a_damaged_record(filled: Place, kvboost: Said) -> None:
     assert kvboost("verify", filled.url) == 0
     assert kvboost.out == "5 whole\n"
+    for arguments, count in (
+        (["--tenant", "acme"], 3),
+        (["--tenant", "other"], 0),
+        (["--space", NOBODY.space.hex()], 2),
+    ):
+        assert kvboost.json("verify", filled.url, *arguments)["whole"] == count
     broken = blocks_of("x")[0].key
     filled.change(NOBODY, broken)
     assert kvboost("verify", filled.url) == 1
@@ -129,8 +114,8 @@ def test_records_with_a_secret(kvboost: Said, tmp_path: Path) -> None:
     assert kvboost("verify", place.url) == 0
     assert kvboost.out == "2 locked\n"
     assert "--key-file" in kvboost.err
-    assert kvboost("ls", place.url) == 0
-    assert kvboost.out.count("encrypted") == 2
+    (space,) = kvboost.json("stat", place.url)["spaces"]
+    assert (space["sealed"], space["encrypted"]) == (True, True)
     assert kvboost.json("verify", place.url, "--key-file", wrong)["locked"] == 2
     assert kvboost.json("verify", place.url, "--key-file", wrong, "--key-file", key)["whole"] == 2
     key.write_bytes(b"short")
@@ -143,13 +128,13 @@ def test_records_with_a_secret(kvboost: Said, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["ls", "{tmp}"], "is no cache directory"),
+        (["stat", "{tmp}"], "is no cache directory"),
         (["stat", "{tmp}/none"], "there is no directory"),
         (["verify", "redis://:secret@127.0.0.1:{port}/0"], "check that it runs"),
         (["verify", "ftp://host/x"], "give a cache directory, redis://HOST:PORT"),
-        (["ls", "{tmp}/file"], "is no directory"),
+        (["stat", "{tmp}/file"], "is no directory"),
         (["purge", "{cache}", "--space", "abc"], "4 hexadecimal digits"),
-        (["ls", "{cache}", "--space", "ffff"], "no space begins with ffff"),
+        (["verify", "{cache}", "--space", "ffff"], "no space begins with ffff"),
         (["purge", "{cache}"], "say what to remove: --tenant NAME, --space HEX, or --all"),
     ],
 )

@@ -6,11 +6,8 @@ and ``verify --remove`` change anything; with ``--json`` the output is JSON and 
 
 from __future__ import annotations
 
-import heapq
 import json
 from collections import Counter
-from collections.abc import Iterable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,7 +23,6 @@ if TYPE_CHECKING:
     from kvboost.store.admin.base import Entry, Finding
 
 _DAMAGE = 1
-_SHOWN = 50
 _SAMPLES = 3  # records of a space whose headers are tried
 
 Place = Annotated[str, typer.Argument(metavar="PLACE", help="A cache directory, or redis://HOST:PORT.")]
@@ -42,55 +38,10 @@ Keys = Annotated[
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 app = typer.Typer(
-    help="Manage stored chunks: list, verify and remove. Needs no model.",
+    help="Manage stored chunks: count, verify and remove. Needs no model.",
     rich_markup_mode="rich",
     no_args_is_help=False,
 )
-
-
-@app.command("ls", epilog="Example:  kvboost cache ls ~/.cache/kvboost/kv --limit 10")
-def list_records(
-    place: Place,
-    *,
-    tenant: Tenant = None,
-    space: Space = None,
-    limit: Annotated[int | None, typer.Option(min=0, help="Show this many; 0 shows all.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """List the records, the most recently used first. With --json one object per line, in no order without --limit."""
-    max_shown = (0 if as_json else _SHOWN) if limit is None else limit
-    with records.open_location(place) as catalogue:
-        entries: Iterable[Entry] = progress("listing", records.select_records(catalogue, tenant, space))
-        total = 0
-        if max_shown or not as_json:
-            found = list(entries)
-            total = len(found)
-            entries = heapq.nlargest(max_shown or total, found, key=lambda entry: entry.used_at or 0.0)
-        rows = (records.describe_record(entry, head) for entry, head in catalogue.heads(entries))
-        if as_json:
-            for row in rows:
-                print(json.dumps(row))
-            return
-        table = Table("key", "space", "tenant", "codec", box=None, pad_edge=False)
-        for title in ("tokens", "from", "size", "last used"):
-            table.add_column(title, justify="right")
-        table.add_column("")
-        now = datetime.now(UTC).timestamp()
-        for row in rows:
-            table.add_row(
-                row["key"][:12],
-                row["space"][:8],
-                records.tenant_name(row["tenant"], tenant),
-                str(row.get("codec", "?")),
-                str(row.get("tokens", "?")),
-                str(row.get("start", "?")),
-                size(row["bytes"]),
-                age(row["used_at_s"], now=now) + " ago",
-                records.record_flags(row),
-            )
-    records.console().print(table)
-    if total > table.row_count:
-        print(f"{total - table.row_count} more; --limit 0 shows all")
 
 
 @app.command("stat", epilog="Example:  kvboost cache stat redis://127.0.0.1:6379/0 --json")
@@ -130,7 +81,7 @@ def statistics(place: Place, *, as_json: AsJson = False) -> None:
         table.add_row(
             row["space"][:8],
             model[:12] if model else "?",
-            records.tenant_name(row["tenant"], None),
+            records.tenant_name(row["tenant"]),
             row.get("codec", "?"),
             row.get("tensors", "?"),
             str(row["records"]),
