@@ -14,10 +14,9 @@ import numpy.typing as npt
 
 from benchmarks.common.fleet_load import Request
 from benchmarks.common.fleet_sim import SHARED, Simulation, Strategy
-from kvboost.fleet.index import FleetIndex, KeyUpdate, ShortKeys
+from kvboost.fleet.index import FleetIndex
 from kvboost.fleet.route import Router
 
-_NONE: ShortKeys = np.empty(0, dtype=np.uint64)
 _ABOVE = 1.5  # times the shortest queue: prefix affinity goes elsewhere, as vllm-router does
 _WORTH = 0.1  # of a prompt: Ray's router follows no shorter prefix
 
@@ -78,7 +77,7 @@ def prefix_affinity() -> Strategy:
         replicas = simulation.replicas
         tied = sorted((name for name in found if found[name] == best), key=lambda name: replicas[name].number)
         name = other(simulation, request, {n: queues[n] for n in tied} if tied else queues)
-        sent.apply(name, KeyUpdate(keys, _NONE, whole=False))
+        sent.add(name, keys)
         return name
 
     return choose
@@ -107,7 +106,7 @@ def ray_affinity() -> Strategy:
             tied = [name for name in queues if held.get(name, 0.0) == least]
         name = other(simulation, request, {name: queues[name] for name in tied})
         held[name] = held.get(name, 0.0) + prompt.prompt_tokens - found[name]
-        sent.apply(name, KeyUpdate(keys, _NONE, whole=False))
+        sent.add(name, keys)
         return name
 
     return choose
@@ -126,7 +125,7 @@ def expected_seconds(*, shared: bool = False, at_once: bool = True) -> Strategy:
         choice = router.choose(request.prompt, queues=queues, approximate=not fleet.chained).replica
         if at_once:
             keys = np.concatenate((request.prompt.prefix_keys, request.prompt.content_keys))
-            simulation.index.apply(choice, KeyUpdate(keys, _NONE, whole=False))
+            simulation.index.add(choice, keys)
         return choice
 
     return choose

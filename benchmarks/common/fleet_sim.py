@@ -20,15 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.common.fleet_load import Request
-from benchmarks.common.key_summary import KeySummary, keys_of
+from benchmarks.common.key_summary import KeySummary, SimulatedIndex, keys_of
 from kvboost.extend import EvictionPolicy
-from kvboost.fleet.index import FleetIndex, KeyUpdate, ShortKeys
 from kvboost.fleet.route import RouteCosts
 from kvboost.store import MemoryStore
 from kvboost.store.eviction import LeastExpected
 from kvboost.types import Chunk, KVBlock, PutOutcome
 
-_NONE: ShortKeys = np.empty(0, dtype=np.uint64)
 SHARED = "shared tier"
 
 
@@ -192,7 +190,7 @@ class Simulation:
         outages: Iterable[Outage] = (),
         shared: bool = False,
     ) -> None:
-        self.fleet, self.index = fleet, FleetIndex()
+        self.fleet, self.index = fleet, SimulatedIndex()
         self._strategy = strategy
         self._pool = self._store() if fleet.pooled else None
         members = [Replica(n, self._pool or self._store(), chained=fleet.chained) for n in range(fleet.replicas)]
@@ -309,15 +307,16 @@ class Simulation:
 
     def _tell(self, replica: Replica, names: list[int], finish: float) -> None:
         """Once the prefill is over, the router hears what changed and the shared tier has what was computed."""
-        update, life = replica.summary.changes(), replica.life
+        (added, dropped), life = replica.summary.changes(), replica.life
 
         def told() -> None:
             if replica.life == life and replica.up and not self.fleet.pooled:
-                self.index.apply(replica.name, update)
+                self.index.drop(replica.name, dropped)
+                self.index.add(replica.name, added)
             if self._shared is not None and replica.life == life:
                 fresh = [name for name in names if name not in self._shared]
                 self._shared.update(fresh)
-                self.index.apply(SHARED, KeyUpdate(np.array(fresh, dtype=np.uint64), _NONE, whole=False))
+                self.index.add(SHARED, np.array(fresh, dtype=np.uint64))
 
         self._later(finish + self.fleet.event_delay, told)
 

@@ -9,7 +9,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvboost.fleet.index import FleetIndex, KeyUpdate, ShortKeys, short_keys
+from kvboost.fleet.index import FleetIndex, ShortKeys, short_keys
+
+
+class SimulatedIndex(FleetIndex):
+    """Hears also what a replica holds no longer: Ray's routers get whole lists instead."""
+
+    def drop(self, replica: str, keys: ShortKeys) -> None:
+        """``replica`` does not hold these keys any more."""
+        word, bit = self._mask_of(replica)
+        rows, known = self._find(keys)
+        self._table[rows[known], 1 + word] &= ~bit
 
 
 class KeySummary:
@@ -59,18 +69,12 @@ class KeySummary:
         self._content.clear()
         self._blocks.clear()
 
-    def changes(self) -> KeyUpdate:
-        """What has changed since the last call of this or of :meth:`snapshot`."""
-        update = KeyUpdate(_array(self._added), _array(self._dropped), whole=False)
+    def changes(self) -> tuple[ShortKeys, ShortKeys]:
+        """The keys that were added since the last call of this, and those that were dropped."""
+        changed = _array(self._added), _array(self._dropped)
         self._added.clear()
         self._dropped.clear()
-        return update
-
-    def snapshot(self) -> KeyUpdate:
-        """Everything, for a router that is new or has missed an update. What follows are changes to it."""
-        self._added.clear()
-        self._dropped.clear()
-        return KeyUpdate(_array(self._content.keys() | self._blocks.keys()), _array(set()), whole=True)
+        return changed
 
     @staticmethod
     def _note(key: int, where: set[int], opposite: set[int]) -> None:

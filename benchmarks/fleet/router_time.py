@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from benchmarks.common.key_summary import KeySummary, keys_of
+from benchmarks.common.key_summary import keys_of
 from benchmarks.common.measure import positive
 from benchmarks.common.report import BenchError, Report
 from benchmarks.internals import FixedChunker, chunk_keys, token_array
 from kvboost.bench.report import Spread
-from kvboost.fleet.index import FleetIndex, KeyUpdate, ShortKeys, short_keys
+from kvboost.fleet.index import FleetIndex, ShortKeys, keys_of_blocks, pack_keys, short_keys
 from kvboost.fleet.route import RouteCosts, RoutePrompt, Router
 from kvboost.types import Chunk
 
@@ -62,15 +62,10 @@ def run(args: argparse.Namespace) -> Report:
             for number in range(args.replicas) if everybody else [int(rng.integers(args.replicas))]:
                 held[number] = np.concatenate((held[number], keys))
     index = FleetIndex()
-    nothing = np.empty(0, dtype=np.uint64)
     updates = [
-        _timed(functools.partial(index.apply, f"replica-{number}", KeyUpdate(keys, nothing, whole=True)))[1]
-        for number, keys in enumerate(held)
+        _timed(functools.partial(index.replace, f"replica-{number}", keys))[1] for number, keys in enumerate(held)
     ]
-    again = [
-        _timed(functools.partial(index.apply, f"replica-{number}", KeyUpdate(keys, nothing, whole=True)))[1]
-        for number, keys in enumerate(held)
-    ]
+    again = [_timed(functools.partial(index.replace, f"replica-{number}", keys))[1] for number, keys in enumerate(held)]
     report = Report("router_time")
     report.raw["whole updates"], report.raw["whole updates again"] = updates, again
     _time_routing(report, index, prompts, args)
@@ -170,11 +165,10 @@ def _compare(
         report.raw[name] = {"bytes": nbytes, "ms": samples, "wrong": wrong}
         table.add(name, f"{nbytes / keys:.1f}", Spread.of(samples).text(3), f"{100 * wrong:.2f} %")
         report.failed |= wrong > 0 and "Bloom" not in name
-    sent = KeySummary()
-    sent.stored([c.prefix_key for c in prompts[0]], content_keys=[c.content_key for c in prompts[0]])
+    sent = pack_keys(keys_of_blocks([(chunk.prefix_key, chunk.content_key) for chunk in prompts[0]]))
     table.notes.append(
         "The Bloom filters take a byte for each bit here; the table counts bits. They forget nothing without counters. "
-        f"A whole update is {len(sent.snapshot().to_bytes()) / len(sent):.1f} bytes per chunk sent."
+        f"A whole update is {len(sent) / len(prompts[0]):.1f} bytes per chunk sent."
     )
 
 

@@ -1,8 +1,8 @@
 """How long a writer of a cache directory waits while another process evicts 10,000 records, 64 at a time.
 
-One process fills a directory, lowers its limit and evicts, as `kvboost cache limit` does. Another, over connections of
-its own, writes to the index every few milliseconds, before and meanwhile; each write waits for a transaction of the
-first at most. Passes if the longest of these waits is under 50 ms.
+One process opens a full directory with a limit for two records and stores one, as an engine with a smaller
+`disk_cache_bytes` does. Another, over connections of its own, writes to the index every few milliseconds, before and
+meanwhile; each write waits for a transaction of the first at most. Passes if the longest of these waits is under 50 ms.
 """
 
 from __future__ import annotations
@@ -14,21 +14,27 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
+
 from benchmarks.common.measure import positive
 from benchmarks.common.report import Progress, Report
 from kvboost.bench.report import Spread
-from kvboost.store.admin.disk import DiskCatalogue
+from kvboost.store.record.format import RecordFormat
+from kvboost.store.tiers.disk.directory import charge
 from kvboost.store.tiers.disk.files import Layout
 from kvboost.store.tiers.disk.index import EVICTED_AT_ONCE, ChunkIndex, NewEntry
-from kvboost.types import BlockInfo, Namespace
+from kvboost.store.tiers.disk.tier import DiskTier
+from kvboost.types import BlockInfo, KVBlock, Namespace, PutOutcome
 
 QUICK = {"records": 1000}
 _MAX_WAIT_MS = 50.0
 _EVERY_S = 0.002
 _CALM_S = 2.0
 _SIZE = 4096
-_SPACE = b"s" * 16
 _NAMESPACE = Namespace(hashlib.sha256(b"root").digest(), hashlib.sha256(b"tenant").digest())
+_RECORDS = RecordFormat(_NAMESPACE)
+_SPACE = _RECORDS.space
+_NEW = hashlib.sha256(b"new").digest()
 
 
 def fill(layout: Layout, records: int) -> bytes:
@@ -55,13 +61,23 @@ def _open(layout: Layout) -> ChunkIndex:
 
 
 def evict(directory: Path) -> None:
-    """In a process of its own: all but a few records. Never returns."""
+    """In a process of its own: all but the record that was used last, for a new one. Never returns."""
     code = 1
     try:
-        catalogue = DiskCatalogue(directory)
-        for _ in catalogue.trim():
-            pass
-        catalogue.close()
+        block = KVBlock(
+            key=_NEW,
+            parent_key=None,
+            content_key=_NEW,
+            tokens=b"new!",
+            tensors=(torch.zeros(_SIZE, dtype=torch.uint8),),
+            nbytes=_SIZE,
+            bitwise=True,
+        )
+        limit = _SIZE + charge(_RECORDS.size_of(block))
+        tier = DiskTier(directory, capacity_bytes=limit, records=_RECORDS)
+        while tier.store(block) is PutOutcome.REFUSED:
+            pass  # one call evicts so many at most
+        tier.close()
         code = 0
     finally:
         os._exit(code)
@@ -89,14 +105,11 @@ def run(args: argparse.Namespace) -> Report:
     """Fill, then write while another process evicts."""
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch) / "cache"
-        catalogue = DiskCatalogue(directory, create=True)
         layout = Layout(directory)
-        catalogue.set_limit(2 * args.records * _SIZE)
+        DiskTier(directory, capacity_bytes=2 * args.records * _SIZE, records=_RECORDS).close()
         key = fill(layout, args.records)
         index = _open(layout)
         calm = waits(index, key, time.monotonic() + _CALM_S)
-        catalogue.set_limit(2 * _SIZE)
-        catalogue.close()
         began = time.monotonic()
         process = os.fork()
         if process == 0:

@@ -20,7 +20,7 @@ AUTO = "auto"
 """A size that follows from the machine's memory when an engine is made."""
 DEFAULT_CHUNK = 32
 DEFAULT_PLACE_BYTES = 20 * 2**30
-"""Limit of a cache directory whose first writer gives none."""
+"""Limit of a cache directory for which no engine has given one."""
 DEFAULT_TTL_S = 7 * 24 * 3600.0
 """How long a shared server keeps a chunk at most: what no model uses any more goes, also where nothing is evicted."""
 _CHECKED_BY_DEFAULT = 0.02
@@ -150,9 +150,9 @@ class EngineConfig:
     disk_cache_dir: str | Path | None = None
     """Also keep chunks in this directory. They outlive the process, and several processes may share it."""
     disk_cache_bytes: int | str | None = None
-    """Limit for a new directory, over all models and tenants in it; 20 GiB if left out. The directory keeps the limit
-    of its first writer; ``kvboost cache limit`` changes it. 1 GiB of the file system, or a twentieth of a small one, is
-    left free."""
+    """Limit of the directory, over all models and tenants in it, for everybody who uses it. If left out, it keeps the
+    limit it has; a new one gets 20 GiB. What is beyond a smaller limit is evicted as new chunks are stored. 1 GiB of
+    the file system, or a twentieth of a small one, is left free."""
     remote_url: str | None = None
     """Also keep chunks in this Redis or Valkey server: ``redis://host:port``, or ``rediss://`` for TLS. Several
     machines may share it; ``rediss://user:password@host:port`` logs in, ``redis+cluster://host:port`` is a cluster,

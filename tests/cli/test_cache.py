@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common.servers import RedisServer, free_port
+from benchmarks.common.servers import free_port
 from kvboost.cli import main
 from kvboost.store.record.format import RecordFormat, record_format
 from kvboost.types import tenant_digest
@@ -53,27 +53,6 @@ def filled(place: Place) -> Place:
     return place
 
 
-def test_ls_shows_records_for_people_and_for_scripts(filled: Place, kvboost: Said) -> None:
-    assert kvboost("ls", filled.url) == 0
-    lines = kvboost.out.splitlines()
-    assert lines[0].split()[:4] == ["key", "space", "tenant", "codec"]
-    assert len(lines) == 6
-    assert {line.split()[0] for line in lines[1:]} == {
-        block.key.hex()[:12] for block in (*blocks_of("a", "b", "c"), *blocks_of("x", "y"))
-    }
-    assert kvboost("ls", filled.url, "--limit", "2", "--tenant", "acme") == 0
-    assert kvboost.out.count(" acme ") == 2
-    assert kvboost.out.endswith("1 more; --limit 0 shows all\n")
-    assert kvboost("ls", filled.url, "--json") == 0
-    rows = [json.loads(line) for line in kvboost.out.splitlines()]
-    b = next(row for row in rows if row["key"] == blocks_of("a", "b")[1].key.hex())
-    assert b["parent"] == blocks_of("a")[0].key.hex()
-    assert (b["tokens"], b["start"], b["codec"], b["readable"]) == (4, 4, "raw", True)
-    assert b["tenant"] == tenant_digest("acme").hex()
-    assert kvboost("ls", filled.url, "--space", ACME.space.hex()[:8], "--json") == 0
-    assert len(kvboost.out.splitlines()) == 3
-
-
 def test_stat_counts_by_space(filled: Place, kvboost: Said) -> None:
     told = kvboost.json("stat", filled.url)
     assert told["records"] == 5
@@ -89,6 +68,12 @@ def test_stat_counts_by_space(filled: Place, kvboost: Said) -> None:
 def test_verify_finds_a_damaged_record(filled: Place, kvboost: Said) -> None:
     assert kvboost("verify", filled.url) == 0
     assert kvboost.out == "5 whole\n"
+    for arguments, count in (
+        (["--tenant", "acme"], 3),
+        (["--tenant", "other"], 0),
+        (["--space", NOBODY.space.hex()], 2),
+    ):
+        assert kvboost.json("verify", filled.url, *arguments)["whole"] == count
     broken = blocks_of("x")[0].key
     filled.change(NOBODY, broken)
     assert kvboost("verify", filled.url) == 1
@@ -118,29 +103,6 @@ def test_purge(filled: Place, kvboost: Said, monkeypatch: pytest.MonkeyPatch) ->
     assert kvboost.json("stat", filled.url)["records"] == 0
 
 
-@pytest.mark.parametrize("place", ["disk"], indirect=True)
-def test_the_limit_is_shown_and_changed(place: Place, kvboost: Said, tmp_path: Path) -> None:
-    assert kvboost("limit", place.url, "1GiB") == 0
-    assert kvboost.out.endswith(" may hold 1.0 GiB\n")
-    place.fill(ACME, blocks_of(*"abcdefgh"))
-    assert kvboost.json("limit", place.url)["limit"] == 2**30
-    told = kvboost.json("limit", place.url, "40KB")
-    assert told["limit"] == 40_000
-    assert told["evicted"] == 4
-    assert kvboost.json("stat", place.url)["records"] == 4
-    assert kvboost("limit", place.url, "0") == 2
-    assert "SIZE 0 would keep nothing" in kvboost.err
-    assert kvboost("limit", tmp_path / "absent") == 2
-
-
-def test_a_servers_limit_is_its_own(kvboost: Said, redis_at: RedisServer) -> None:
-    place = Place("redis", redis_at.url)
-    assert kvboost("purge", place.url, "--tenant", "acme", "--all", "--yes") == 2
-    assert kvboost("limit", place.url, "1GiB") == 2
-    assert "maxmemory" in kvboost.err
-    assert kvboost.json("limit", place.url)["limit"] == 4 * 2**30
-
-
 def test_records_with_a_secret(kvboost: Said, tmp_path: Path) -> None:
     place = Place("disk", str(tmp_path / "s"))
     key, wrong = tmp_path / "key", tmp_path / "wrong"
@@ -152,8 +114,8 @@ def test_records_with_a_secret(kvboost: Said, tmp_path: Path) -> None:
     assert kvboost("verify", place.url) == 0
     assert kvboost.out == "2 locked\n"
     assert "--key-file" in kvboost.err
-    assert kvboost("ls", place.url) == 0
-    assert kvboost.out.count("encrypted") == 2
+    (space,) = kvboost.json("stat", place.url)["spaces"]
+    assert (space["sealed"], space["encrypted"]) == (True, True)
     assert kvboost.json("verify", place.url, "--key-file", wrong)["locked"] == 2
     assert kvboost.json("verify", place.url, "--key-file", wrong, "--key-file", key)["whole"] == 2
     key.write_bytes(b"short")
@@ -166,13 +128,13 @@ def test_records_with_a_secret(kvboost: Said, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["ls", "{tmp}"], "is no cache directory"),
+        (["stat", "{tmp}"], "is no cache directory"),
         (["stat", "{tmp}/none"], "there is no directory"),
         (["verify", "redis://:secret@127.0.0.1:{port}/0"], "check that it runs"),
         (["verify", "ftp://host/x"], "give a cache directory, redis://HOST:PORT"),
-        (["ls", "{tmp}/file"], "is no directory"),
+        (["stat", "{tmp}/file"], "is no directory"),
         (["purge", "{cache}", "--space", "abc"], "4 hexadecimal digits"),
-        (["ls", "{cache}", "--space", "ffff"], "no space begins with ffff"),
+        (["verify", "{cache}", "--space", "ffff"], "no space begins with ffff"),
         (["purge", "{cache}"], "say what to remove: --tenant NAME, --space HEX, or --all"),
     ],
 )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvboost.core.costs import CostModel
 from kvboost.core.keys import chunk_keys
 from kvboost.errors import ConfigError
-from kvboost.fleet.index import FleetIndex, KeyUpdate, short_keys
+from kvboost.fleet.index import FleetIndex, short_keys
 from kvboost.fleet.route import RouteCosts, RoutePrompt, Router
 
 _NAMES = ("a", "b", "c")
@@ -33,7 +33,7 @@ def router(fleet: dict[str, Held], *, costs: RouteCosts = _COSTS, seed: int = 0)
     index = FleetIndex()
     for name, held in fleet.items():
         keys = {11 + i for _, i in held} | {1 + i for kind, i in held if kind == "prefix"}
-        index.apply(name, KeyUpdate(np.array(sorted(keys), dtype=np.uint64), np.empty(0, dtype=np.uint64), whole=True))
+        index.replace(name, np.array(sorted(keys), dtype=np.uint64))
     return Router(index, costs, shared="shared", seed=seed)
 
 
@@ -163,7 +163,7 @@ def test_a_fleet_that_is_not_busy_uses_the_memory_of_all() -> None:
         prefix[0], content[0] = 1, 11  # the common beginning
         choice = choosing.choose(RoutePrompt(prefix, content, tokens, prompt_tokens=100), queues=queues)
         keys = np.concatenate((prefix, content))
-        choosing.index.apply(choice.replica, KeyUpdate(keys, np.empty(0, "u8"), whole=False))
+        choosing.index.add(choice.replica, keys)
         counts[choice.replica] += 1
     assert min(counts[name] for name in "abc") > 30
 
@@ -172,12 +172,12 @@ def test_a_hot_document_spreads_over_the_replicas() -> None:
     """Each request adds to the queue of its replica, and leaves its text there."""
     choosing = router({"a": frozenset(("prefix", i) for i in range(_CHUNKS))})
     queues = dict.fromkeys(["a", "b", "c", "d"], 0.0)
-    everything = KeyUpdate(np.concatenate((_PROMPT.prefix_keys, _PROMPT.content_keys)), np.empty(0, "u8"), whole=True)
+    everything = np.concatenate((_PROMPT.prefix_keys, _PROMPT.content_keys))
     counts = Counter[str]()
     for _ in range(400):
         choice = choosing.choose(_PROMPT, queues=queues)
         queues[choice.replica] += choice.seconds
-        choosing.index.apply(choice.replica, everything)
+        choosing.index.replace(choice.replica, everything)
         counts[choice.replica] += 1
     assert min(counts.values()) > 80
 
@@ -196,8 +196,8 @@ def test_a_prompt_of_chunks_is_found_under_their_keys() -> None:
     assert prompt.content_keys.tolist() == short_keys([chunk.content_key for chunk in chunks]).tolist()
     assert prompt.chunk_tokens.tolist() == [20.0, 30.0, 40.0]
     choosing = router({})
-    choosing.index.apply("a", KeyUpdate(prompt.prefix_keys[:2], np.empty(0, dtype=np.uint64), whole=True))
-    choosing.index.apply("b", KeyUpdate(prompt.content_keys[1:], np.empty(0, dtype=np.uint64), whole=True))
+    choosing.index.replace("a", prompt.prefix_keys[:2])
+    choosing.index.replace("b", prompt.content_keys[1:])
     expected = choosing.expect(prompt, replicas=["a", "b"])
     assert expected.exact.tolist() == [50.0, 0.0]
     assert expected.moved.tolist() == [0.0, 70.0]

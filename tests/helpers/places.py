@@ -28,17 +28,6 @@ def blocks_of(*words: str, nbytes: int = 1000) -> list[KVBlock]:
     return [block_of(chunk, nbytes) for chunk in prompt(*words)]
 
 
-def set_limit(place: str | Path, limit: int) -> int:
-    """Limit a place as ``kvboost cache limit`` does; how many records were evicted."""
-    catalogue = open_catalogue(str(place), create=True)
-    try:
-        catalogue.set_limit(limit)
-        assert catalogue.limit() == limit
-        return sum(catalogue.trim())
-    finally:
-        catalogue.close()
-
-
 @dataclass
 class Place:
     """One place, by its name on the command line."""

@@ -74,7 +74,6 @@ def _found(prompts: Sequence[Sequence[Chunk]], capacity: int, anywhere: bool) ->
     return found
 
 
-QUALITIES = (EXACT, "high", "fast")
 _CONFIDENCE = 0.95
 _WORTH = 1.05  # a setting must be so much faster to be worth it
 _NEARLY_ALL = 0.98  # of what an unlimited cache finds
@@ -127,26 +126,20 @@ class Recommendation:
     cache_bytes: int
     reason: str
 
-    def text(self, serve: Sequence[str], again: Sequence[str]) -> str:
-        """The end of the command's output. The two flags go to the commands that serve and that measure again."""
+    def text(self, serve: Sequence[str]) -> str:
+        """The end of the command's output, with the command that serves as recommended."""
         if self.quality is None:
             return f"Recommendation: none. {self.reason}"
         flags = ["--quality", self.quality, "--cache-bytes", f"{self.cache_bytes // 10**6}MB"]
         source = "The times are with the default cache; the size comes from a replay of your prompts."
-        text = f"Recommendation: {self.reason}\n\n  {shlex.join([*serve, *flags])}\n\n{source}"
-        if self.quality == "auto":  # earned on live traffic: there is nothing to confirm here
-            return text
-        return f"{text} To measure both together:\n\n  {shlex.join([*again, *flags])}"
+        return f"Recommendation: {self.reason}\n\n  {shlex.join([*serve, *flags])}\n\n{source}"
 
 
-def measure(
-    model: Any, tokenizer: Any, requests: Sequence[Request], qualities: Sequence[str], *, new: int, cache: str | None
-) -> list[Tried]:
-    """Every setting in turn with plain Transformers; ``cache`` is our cache's size."""
-    more: dict[str, Any] = {} if cache is None else {"cache_bytes": cache}
+def measure(model: Any, tokenizer: Any, requests: Sequence[Request], *, new: int) -> list[Tried]:
+    """Every setting in turn with plain Transformers."""
     tried: list[Tried] = []
-    for quality in qualities:
-        with KVBoost(model, tokenizer, **quality_settings(quality), **more) as engine:
+    for quality in (EXACT, "high", "fast"):
+        with KVBoost(model, tokenizer, **quality_settings(quality)) as engine:
             pairing = compare("your prompts", requests, engine, new=new, cold=0)
             tried.append(Tried(quality, pairing, int(engine.describe()["bytes per token"])))
     return tried
@@ -195,18 +188,6 @@ def recommend(tried: Sequence[Tried], *, tolerated: float, size: Callable[[str],
         other = worth[0]
         rest = f" {other.quality} is {other.gain:.1f}x, but {other.about()}."
     return Recommendation(EXACT, size(EXACT), f"exact reuse is {exact.gain:.1f}x as fast, with the same bits.{rest}")
-
-
-def confirm(one: Tried, *, tolerated: float, cache: str | None) -> str:
-    """Whether one setting, measured as it will run, does what a recommendation says."""
-    said = f"quality {one.quality} with {f'--cache-bytes {cache}' if cache is not None else 'the default cache'}"
-    said = f"{said} is {one.gain:.1f}x as fast as plain Transformers"
-    good = one.gain >= _WORTH
-    if one.quality != EXACT:
-        bound = one.at_most(_CONFIDENCE)
-        said = f"{said}, and {one.about()} (at most {bound:.0%}, 95 % sure)"
-        good = good and bound <= tolerated
-    return f"{'Confirmed' if good else 'Not confirmed'}: {said}."
 
 
 def table_of(tried: Sequence[Tried], machine: Machine) -> Table:

@@ -17,9 +17,6 @@ from kvboost.cli.flags import Model
 from kvboost.cli.output import note
 from kvboost.errors import ConfigError
 
-# Of `mine`. 72 answers with moved text, all the same, show 5 % for two settings at once.
-_LIMIT, _MINE_NEW, _TOLERATED = 80, 8, 0.05
-
 
 class _RunByDefault(TyperGroup):
     """``run`` is the command where none is named."""
@@ -84,39 +81,26 @@ def mine(
             metavar="FILE", help='Your prompts, in order: JSON Lines with {"prompt": text} or {"messages": [...]}.'
         ),
     ],
-    limit: Annotated[int, typer.Option(min=1, help="Use the first so many prompts.")] = _LIMIT,
-    new: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = _MINE_NEW,
+    # 72 answers with moved text, all the same, show 5 % for two settings at once.
+    limit: Annotated[int, typer.Option(min=1, help="Use the first so many prompts.")] = 80,
+    new: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 8,
     tolerated: Annotated[
         float, typer.Option(metavar="SHARE", help="Answers that may differ, such as 0.05 for five in a hundred.")
-    ] = _TOLERATED,
-    quality: Annotated[
-        str | None, typer.Option(help="Measure only this one, to confirm a recommendation: exact, high, fast, a share.")
-    ] = None,
-    cache: Annotated[
-        str | None, typer.Option("--cache-bytes", metavar="SIZE", help="With --quality: our cache, such as 640MB.")
-    ] = None,
+    ] = 0.05,
     dtype: Dtype = "auto",
 ) -> None:
     """Measure what your own prompts gain, at what quality, and which two flags to set."""
     note("importing torch and Transformers")
-    from kvboost.bench.compare import quality_settings
-    from kvboost.bench.mine import QUALITIES, cache_bytes, confirm, measure, recommend, table_of
+    from kvboost.bench.mine import cache_bytes, measure, recommend, table_of
     from kvboost.bench.report import describe_machine
     from kvboost.bench.workloads import Request
     from kvboost.cli.explain import encoded
-    from kvboost.config import parse_bytes
     from kvboost.explain.replay import read_log
     from kvboost.hf.breaks import break_table
     from kvboost.hf.loading import ModelSource, load_resident, load_tokenizer
 
     if not 0.0 < tolerated < 1.0:
         raise ConfigError(f"--tolerated {tolerated} is not a share; give 0.05 for five answers in a hundred")
-    if quality is not None:
-        quality_settings(quality)
-    if cache is not None:
-        parse_bytes(cache, name="--cache-bytes")
-        if quality is None:
-            raise ConfigError("--cache-bytes confirms a recommendation; add the --quality that it names")
     _check_dtype(dtype)
     records = read_log(prompts)
     if len(records) < 2:
@@ -127,25 +111,14 @@ def mine(
     tokenizer = load_tokenizer(source)
     read = encoded(records[:limit], tokenizer, prompts)
     requests = [Request(prompt.tokens.tolist(), list(prompt.boundaries)) for prompt in read]
-    qualities = QUALITIES if quality is None else (quality,)
     note(f"loading {model}")
     loaded = load_resident(source)
-    tried = measure(loaded, tokenizer, requests, qualities, new=new, cache=cache)
+    tried = measure(loaded, tokenizer, requests, new=new)
     machine = describe_machine(dtype=str(loaded.dtype).removeprefix("torch."), model=model)
     print(table_of(tried, machine).markdown())
-    if quality is not None:
-        print(confirm(tried[0], tolerated=tolerated, cache=cache))
-        return
     size = partial(cache_bytes, requests, break_table(tokenizer), per_token=tried[0].bytes_per_token)
     same = ["--dtype", dtype] if dtype != "auto" else []
-    again = ["kvboost", "bench", "mine", model, "--prompts", str(prompts), *same]
-    for flag, value, default in (
-        ("--limit", limit, _LIMIT),
-        ("--new", new, _MINE_NEW),
-        ("--tolerated", tolerated, _TOLERATED),
-    ):
-        again += [flag, str(value)] if value != default else []
-    print(recommend(tried, tolerated=tolerated, size=size).text(["kvboost", "serve", model, *same], again))
+    print(recommend(tried, tolerated=tolerated, size=size).text(["kvboost", "serve", model, *same]))
 
 
 def _check_dtype(dtype: str) -> None:

@@ -1,16 +1,13 @@
 """``kvboost cache``: manage the chunk records of a directory or a Redis server.
 
-Called by :mod:`kvboost.cli.main`. It needs no model: records say what they are. Invariants: only ``purge``,
-``limit SIZE`` and ``verify --remove`` change anything; with ``--json`` the output is JSON and nothing else.
+Called by :mod:`kvboost.cli.main`. It needs no model: records say what they are. Invariants: only ``purge``
+and ``verify --remove`` change anything; with ``--json`` the output is JSON and nothing else.
 """
 
 from __future__ import annotations
 
-import heapq
 import json
 from collections import Counter
-from collections.abc import Iterable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +16,6 @@ from rich.table import Table
 
 from kvboost.cli import cache_records as records
 from kvboost.cli.output import age, note, progress, size
-from kvboost.config import parse_bytes
 from kvboost.errors import ConfigError
 from kvboost.types import tenant_digest
 
@@ -27,7 +23,6 @@ if TYPE_CHECKING:
     from kvboost.store.admin.base import Entry, Finding
 
 _DAMAGE = 1
-_SHOWN = 50
 _SAMPLES = 3  # records of a space whose headers are tried
 
 Place = Annotated[str, typer.Argument(metavar="PLACE", help="A cache directory, or redis://HOST:PORT.")]
@@ -43,55 +38,10 @@ Keys = Annotated[
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 app = typer.Typer(
-    help="Manage stored chunks: list, verify and remove. Needs no model.",
+    help="Manage stored chunks: count, verify and remove. Needs no model.",
     rich_markup_mode="rich",
     no_args_is_help=False,
 )
-
-
-@app.command("ls", epilog="Example:  kvboost cache ls ~/.cache/kvboost/kv --limit 10")
-def list_records(
-    place: Place,
-    *,
-    tenant: Tenant = None,
-    space: Space = None,
-    limit: Annotated[int | None, typer.Option(min=0, help="Show this many; 0 shows all.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """List the records, the most recently used first. With --json one object per line, in no order without --limit."""
-    max_shown = (0 if as_json else _SHOWN) if limit is None else limit
-    with records.open_location(place) as catalogue:
-        entries: Iterable[Entry] = progress("listing", records.select_records(catalogue, tenant, space))
-        total = 0
-        if max_shown or not as_json:
-            found = list(entries)
-            total = len(found)
-            entries = heapq.nlargest(max_shown or total, found, key=lambda entry: entry.used_at or 0.0)
-        rows = (records.describe_record(entry, head) for entry, head in catalogue.heads(entries))
-        if as_json:
-            for row in rows:
-                print(json.dumps(row))
-            return
-        table = Table("key", "space", "tenant", "codec", box=None, pad_edge=False)
-        for title in ("tokens", "from", "size", "last used"):
-            table.add_column(title, justify="right")
-        table.add_column("")
-        now = datetime.now(UTC).timestamp()
-        for row in rows:
-            table.add_row(
-                row["key"][:12],
-                row["space"][:8],
-                records.tenant_name(row["tenant"], tenant),
-                str(row.get("codec", "?")),
-                str(row.get("tokens", "?")),
-                str(row.get("start", "?")),
-                size(row["bytes"]),
-                age(row["used_at_s"], now=now) + " ago",
-                records.record_flags(row),
-            )
-    records.console().print(table)
-    if total > table.row_count:
-        print(f"{total - table.row_count} more; --limit 0 shows all")
 
 
 @app.command("stat", epilog="Example:  kvboost cache stat redis://127.0.0.1:6379/0 --json")
@@ -131,7 +81,7 @@ def statistics(place: Place, *, as_json: AsJson = False) -> None:
         table.add_row(
             row["space"][:8],
             model[:12] if model else "?",
-            records.tenant_name(row["tenant"], None),
+            records.tenant_name(row["tenant"]),
             row.get("codec", "?"),
             row.get("tensors", "?"),
             str(row["records"]),
@@ -172,41 +122,6 @@ def purge(
     if tenant is not None and not removed:
         note(f"nothing of a tenant {tenant!r} is here; tenants of a server have the names that GET /v1/cache lists")
     print(json.dumps({"removed": removed}) if as_json else f"{removed} records removed")
-
-
-@app.command("limit", epilog="Example:  kvboost cache limit ~/.cache/kvboost/kv 500GiB")
-def limit(
-    place: Place,
-    limit: Annotated[
-        str | None, typer.Argument(metavar="[SIZE]", help="Such as 500GiB. Without it, it is shown.")
-    ] = None,
-    *,
-    as_json: AsJson = False,
-) -> None:
-    """Show or change how much a place may hold, whoever writes there.
-
-    A Redis server's limit is its own: it is shown, and set with its maxmemory.
-
-    What is beyond a smaller limit is evicted now, the least recently used first.
-    """
-    evicted = 0
-    wanted = parse_bytes(limit, name="SIZE") if limit is not None else None
-    if wanted == 0:
-        raise ConfigError(f"SIZE {limit} would keep nothing; give a size such as 20GiB (purge removes records)")
-    with records.open_location(place, create=wanted is not None) as catalogue:
-        if wanted is not None:
-            catalogue.set_limit(wanted)
-            with progress("evicting") as bar:
-                for count in catalogue.trim():
-                    evicted += count
-                    bar.update(count)
-        found, name = catalogue.limit(), catalogue.place
-    if as_json:
-        print(json.dumps({"place": name, "limit": found, "evicted": evicted}))
-        return
-    print(f"{name} may hold {size(found)}" if found is not None else f"{name} has no limit yet")
-    if evicted:
-        print(f"{evicted} records evicted")
 
 
 @app.command("verify", epilog="Example:  kvboost cache verify redis://127.0.0.1:6379/0 --key-file kv.key")

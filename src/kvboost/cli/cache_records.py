@@ -98,51 +98,10 @@ def header_fields(header: RecordHeader | None) -> dict[str, Any]:
     }
 
 
-def describe_record(entry: Entry, head: bytes | None) -> dict[str, Any]:
-    """A record as JSON. Fields of the header are missing where it cannot be read."""
-    row: dict[str, Any] = {
-        "key": entry.key.hex(),
-        "space": entry.space.hex(),
-        "tenant": to_hex(entry.tenant),
-        "bytes": entry.size,
-        "used_at": iso_time(entry.used_at),
-        "used_at_s": entry.used_at,
-        "readable": False,
-    }
-    header = parse_header(entry, head)
-    if header is None:
-        return row
-    shapes = [[run.count, str(run.dtype).removeprefix("torch."), list(run.shape)] for run in header.runs]
-    return {
-        **row,
-        **header_fields(header),
-        "readable": True,
-        "tensors": shapes,
-        "version": header.version,
-        "record_bytes": header.record_bytes,
-        "tokens": header.tokens,
-        "start": header.start,
-        "parent": to_hex(header.parent_key),
-        "content": header.content_key.hex(),
-        "bitwise": header.bitwise,
-        "approx_depth": header.approx_depth,
-    }
-
-
-def record_flags(row: dict[str, Any]) -> str:
-    """What sets a record apart."""
-    if not row["readable"]:
-        return "unreadable: see verify"
-    marks = [("sealed", row["sealed"]), ("encrypted", row["encrypted"]), ("approximate", not row["bitwise"])]
-    return ", ".join(name for name, holds in marks if holds)
-
-
-def tenant_name(digest: str | None, asked: str | None) -> str:
-    """A tenant by name where it is known: the digest does not tell it."""
+def tenant_name(digest: str | None) -> str:
+    """The beginning of a tenant's digest, which does not tell its name; "-" for none."""
     if digest is None:
         return "?"
-    if asked is not None and digest == tenant_digest(asked).hex():
-        return asked or "-"
     return "-" if digest == tenant_digest("").hex() else digest[:8]
 
 

@@ -46,11 +46,11 @@ def size(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def age(moment: float | None, *, now: float | None = None) -> str:
+def age(moment: float | None) -> str:
     """How long ago a moment was."""
     if moment is None:
         return "?"
-    seconds = max(0.0, (time.time() if now is None else now) - moment)
+    seconds = max(0.0, time.time() - moment)
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"

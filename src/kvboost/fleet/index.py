@@ -1,14 +1,13 @@
 """Which replicas hold a key, in eight bytes per key: what each of them sends, and one table of it for all.
 
-Used by :class:`kvboost.fleet.route.Router` and by whoever carries updates to it. The table uses open addressing; keys
-are SHA-256, so their own bits are the hash. Invariants: an update that is lost or late makes a hint stale, never an
+Used by :class:`kvboost.fleet.route.Router` and by whoever carries keys to it. The table uses open addressing; keys
+are SHA-256, so their own bits are the hash. Invariants: keys that are lost or late make a hint stale, never an
 answer wrong; a row that nobody holds any more stays until the table is made again, so no search ends early.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -31,29 +30,19 @@ def short_keys(keys: Sequence[bytes]) -> ShortKeys:
     return np.maximum(np.frombuffer(joined, dtype=_LITTLE_ENDIAN)[:: _KEY_BYTES // SHORT_BYTES], np.uint64(1))
 
 
-@dataclass(frozen=True)
-class KeyUpdate:
-    """What a replica holds (``whole``), or what has changed since its last update."""
+def keys_of_blocks(held: Sequence[tuple[bytes, bytes]]) -> ShortKeys:
+    """Each once, from the key and the content key of every block that a replica has in memory."""
+    return np.unique(short_keys([key for pair in held for key in pair]))
 
-    added: ShortKeys
-    dropped: ShortKeys
-    whole: bool
 
-    @classmethod
-    def of_held(cls, held: Sequence[tuple[bytes, bytes]]) -> KeyUpdate:
-        """Everything a replica has in memory, from the key and the content key of each block."""
-        keys = short_keys([key for pair in held for key in pair])
-        return cls(np.unique(keys), keys[:0], whole=True)
+def pack_keys(keys: ShortKeys) -> bytes:
+    """For sending: eight bytes per key."""
+    return keys.astype(_LITTLE_ENDIAN).tobytes()
 
-    def to_bytes(self) -> bytes:
-        """A whole one for sending: eight bytes per key."""
-        return self.added.astype(_LITTLE_ENDIAN).tobytes()
 
-    @classmethod
-    def from_bytes(cls, data: bytes) -> KeyUpdate:
-        """A whole one as it was sent."""
-        keys = np.frombuffer(data, dtype=_LITTLE_ENDIAN).astype(np.uint64)
-        return cls(keys, keys[:0], whole=True)
+def unpack_keys(data: bytes) -> ShortKeys:
+    """As they were sent."""
+    return np.frombuffer(data, dtype=_LITTLE_ENDIAN).astype(np.uint64)
 
 
 Holders = npt.NDArray[np.uint64]
@@ -76,16 +65,17 @@ class FleetIndex:
         """The number of its bit in :data:`Holders`; None if nothing is known of it."""
         return self._bits.get(replica)
 
-    def apply(self, replica: str, update: KeyUpdate) -> None:
-        """Take over what ``replica`` has sent. One that is new joins the fleet."""
+    def replace(self, replica: str, keys: ShortKeys) -> None:
+        """``replica`` holds these keys and no others. One that is new joins the fleet."""
         word, bit = self._mask_of(replica)
-        if update.whole:
-            self._table[:, 1 + word] &= ~bit
-        if len(update.dropped):
-            rows, known = self._find(update.dropped)
-            self._table[rows[known], 1 + word] &= ~bit
-        if len(update.added):
-            rows = self._insert(update.added)  # may make a new table
+        self._table[:, 1 + word] &= ~bit
+        self.add(replica, keys)
+
+    def add(self, replica: str, keys: ShortKeys) -> None:
+        """``replica`` holds these keys too. One that is new joins the fleet."""
+        word, bit = self._mask_of(replica)
+        if len(keys):
+            rows = self._insert(keys)  # may make a new table
             self._table[rows, 1 + word] |= bit
 
     def forget(self, replica: str) -> None:

@@ -16,7 +16,7 @@ import pytest
 from kvboost import KVBoost
 from kvboost.core.chunking import make_chunker
 from kvboost.core.keys import token_array
-from kvboost.fleet.index import FleetIndex, KeyUpdate
+from kvboost.fleet.index import FleetIndex, keys_of_blocks
 from kvboost.fleet.route import RouteCosts, RoutePrompt, Router
 from kvboost.hf.breaks import break_table, light_tokenizer
 from kvboost.integrations.ray.prompts import Facts, PromptReader
@@ -82,7 +82,7 @@ def test_the_keys_are_those_that_the_server_stores_under(
         headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
         assert ask(app, "POST", path, json=body, headers=headers).status_code == 200
         app.state.service.close()
-    held = KeyUpdate.of_held(engine.held_keys(10**6))
+    held = keys_of_blocks(engine.held_keys(10**6))
 
     tokenizer = light_tokenizer(str(model))
     facts = _facts(engine)
@@ -95,12 +95,12 @@ def test_the_keys_are_those_that_the_server_stores_under(
     ends = chunker.cut(ids, asked.boundaries)
     prompt = RoutePrompt.of(facts.root(asked.tenant), ids, ends)
     assert len(ends) > 8
-    assert np.isin(prompt.prefix_keys, held.added).mean() > 0.95
-    assert np.isin(prompt.content_keys, held.added).mean() > 0.95
+    assert np.isin(prompt.prefix_keys, held).mean() > 0.95
+    assert np.isin(prompt.content_keys, held).mean() > 0.95
 
     index = FleetIndex()
-    index.apply("has it", held)
-    index.apply("has nothing", KeyUpdate.of_held([]))
+    index.replace("has it", held)
+    index.replace("has nothing", keys_of_blocks([]))
     router = Router(index, RouteCosts(compute=1.0, move=0.2))
     choice = router.choose(prompt, queues={"has nothing": 0.0, "has it": 0.0})
     assert (choice.replica, choice.known) == ("has it", True)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvboost import KVBoost
-from kvboost.fleet.index import KeyUpdate
+from kvboost.fleet.index import pack_keys
 from kvboost.fleet.route import RouteCosts
 from kvboost.integrations.ray.prompts import Facts
 from tests.integrations.ray.fleets import text
@@ -52,7 +52,7 @@ def router(installed: None, model: Path) -> Any:
 
 def _stats(keys: np.ndarray, *, load: float = float("inf"), compute: float = 1e-3) -> dict[str, Any]:
     costs = RouteCosts(compute=compute, move=1e-4, load=load)
-    return {"keys": KeyUpdate(keys, _NONE, whole=True).to_bytes(), "costs": asdict(costs)}
+    return {"keys": pack_keys(keys), "costs": asdict(costs)}
 
 
 def _replicas(*names: str) -> list[Any]:

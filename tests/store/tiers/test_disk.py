@@ -27,7 +27,6 @@ from kvboost.types import BlockInfo, Chunk, Namespace, PutOutcome
 from tests.contracts import TierContract
 from tests.contracts.blocks import assert_same, block_of, namespace
 from tests.contracts.content import prompt
-from tests.helpers.places import set_limit
 
 EACH = 2 * 4096 + 1024
 """What the blocks of these tests take: a page of header, one of tokens and tensors, a row."""
@@ -71,7 +70,6 @@ class TestDiskTierContract(TierContract):
         self.directory = tmp_path / "cache"
 
     def make_tier(self, *, capacity_bytes: int, namespace: Namespace) -> Tier:
-        set_limit(self.directory, capacity_bytes)
         return DiskTier(self.directory, capacity_bytes=capacity_bytes, records=RecordFormat(namespace))
 
 
@@ -79,7 +77,6 @@ class TestBufferedAndSecret(TestDiskTierContract):
     """Where the file system knows no direct reads, with a MAC and encryption."""
 
     def make_tier(self, *, capacity_bytes: int, namespace: Namespace) -> Tier:
-        set_limit(self.directory, capacity_bytes)
         records = RecordFormat(namespace, mac_key=b"m" * 32, encryption_key=b"e" * 32)
         return DiskTier(self.directory, capacity_bytes=capacity_bytes, records=records, files=Files(direct=False))
 
@@ -178,7 +175,7 @@ def test_a_parent_that_comes_back_is_held_by_its_successor(tmp_path: Path) -> No
 
 def test_a_limit_that_no_chunk_fits_into_is_said_once(tmp_path: Path) -> None:
     tier = open_tier(tmp_path, room=1)
-    with pytest.warns(RuntimeWarning, match=r"limit of .* takes .*: it is not stored; raise .* cache limit") as told:
+    with pytest.warns(RuntimeWarning, match=r"limit of .* takes .*: it is not stored; give a larger") as told:
         outcomes = [tier.store(block_of(prompt(word)[0], 3 * EACH)) for word in "ab"]
     assert outcomes == [PutOutcome.REFUSED] * 2
     assert len(told) == 1

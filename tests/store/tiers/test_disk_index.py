@@ -48,7 +48,6 @@ def _use_everything(index: ChunkIndex, path: Path) -> set[str]:
     new = NewEntry(info_of(block_of(prompt("new")[0])), 10, 9, "writer")
     assert index.reserve(new, limits=Limits(60, 30), remove=lambda _: None)[0] is Room.MADE
     index.reserve(NewEntry(info_of(block_of(prompt("no")[0])), 10, 9, "w"), limits=Limits(0), remove=lambda _: None)
-    index.trim(50, lambda _: None)
     index.variants([infos[0].content_key], 4)
     index.newest()
     index.has(infos[0].key)

@@ -5,31 +5,37 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvboost.store.admin.disk import DiskCatalogue
+from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.disk import database
+from kvboost.store.tiers.disk.directory import charge
 from kvboost.store.tiers.disk.files import Files, Layout
 from kvboost.store.tiers.disk.index import EVICTED_AT_ONCE, ChunkIndex, NewEntry
-from kvboost.types import BlockInfo
-from tests.contracts.blocks import namespace
+from kvboost.store.tiers.disk.tier import DiskTier
+from kvboost.types import BlockInfo, PutOutcome
+from tests.contracts.blocks import block_of, namespace
+from tests.contracts.content import prompt
 
 SPACE = b"s" * 16
 _STEPS = 20
+NEW = block_of(prompt("new")[0])
 
 
 @pytest.fixture
-def catalogue(tmp_path: Path) -> DiskCatalogue:
-    """A directory with many entries over its limit, whose files take a while to remove."""
-    made = DiskCatalogue(tmp_path / "cache", create=True)
-    made.set_limit(1)
+def tier(tmp_path: Path) -> Iterator[DiskTier]:
+    """Of a directory with many entries over its limit, which has room for NEW alone."""
+    records = RecordFormat(namespace())
+    made = DiskTier(tmp_path / "cache", capacity_bytes=charge(records.size_of(NEW)), records=records)
     index = _open(tmp_path)
     keys = [b"%032d" % number for number in range(EVICTED_AT_ONCE * _STEPS)]
     index.adopt((SPACE, namespace(), NewEntry(BlockInfo(key, None, key, 10, True, 0, b"", 0), 10, 1)) for key in keys)
     index.close()
-    return made
+    yield made
+    made.close()
 
 
 def _open(tmp_path: Path) -> ChunkIndex:
@@ -37,30 +43,33 @@ def _open(tmp_path: Path) -> ChunkIndex:
 
 
 def test_a_writer_waits_for_a_step_of_an_eviction_and_not_for_its_end(
-    catalogue: DiskCatalogue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tier: DiskTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Files, "remove", lambda self, path: time.sleep(0.0002))
-    steps: list[int] = []
+    removed: list[Path] = []
+
+    def remove(files: Files, path: Path) -> None:
+        time.sleep(0.0002)
+        removed.append(path)  # one by one: the other thread counts them
 
     def evict() -> None:
-        for evicted in catalogue.trim():
-            steps.append(evicted)  # one by one: the other thread counts them
+        while tier.store(NEW) is PutOutcome.REFUSED:
+            pass
 
+    monkeypatch.setattr(Files, "remove", remove)
     evicting = threading.Thread(target=evict)
     writer = _open(tmp_path)  # connections of its own, as another process has
-    waited: list[int] = []
+    waited: list[float] = []
     evicting.start()
     try:
-        while evicting.is_alive() and len(steps) < _STEPS - 5:
-            before = len(steps)
+        while evicting.is_alive() and len(removed) < EVICTED_AT_ONCE * (_STEPS - 5):
+            before = len(removed)
             writer.set_meta("x", "y")
-            waited.append(len(steps) - before)
+            waited.append((len(removed) - before) / EVICTED_AT_ONCE)
             time.sleep(0.001)
     finally:
         evicting.join()
         writer.close()
-        catalogue.close()
-    assert sum(steps) == EVICTED_AT_ONCE * _STEPS
+    assert len(removed) == EVICTED_AT_ONCE * _STEPS
     assert len(waited) > _STEPS / 4, "a writer has its turn again and again"
     assert max(waited) <= 5, "some of them because this machine is busy"
 

@@ -1,4 +1,4 @@
-"""The limit of a place: set by its first writer, kept by all, changed by a command, reached in small steps."""
+"""The limit of a directory: set by the last engine that gives one, kept by all, reached in small steps."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ from typing import Any
 import pytest
 
 from benchmarks.common.disk import directory_bytes
-from benchmarks.common.servers import RedisServer
-from kvboost.errors import ConfigError
 from kvboost.store import DiskTier
-from kvboost.store.admin import open_catalogue
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.record.header import info_of
 from kvboost.store.tiers.disk import directory as directory_module
-from kvboost.store.tiers.disk.index import EVICTED_AT_ONCE, ChunkIndex, Limits, NewEntry, Room
+from kvboost.store.tiers.disk.index import ChunkIndex, Limits, NewEntry, Room
 from kvboost.types import PutOutcome
 from tests.contracts.blocks import block_of, namespace
 from tests.contracts.content import prompt
-from tests.helpers.places import Place, set_limit
+from tests.helpers.places import Place
 
 RECORDS = RecordFormat(namespace())
 LARGE, SMALL = 2**30, 40_000
@@ -46,35 +43,42 @@ def _stored_with(place: Place, capacity: int, word: str) -> Any:
 
 
 @pytest.mark.parametrize("place", ["disk"], indirect=True)
-def test_a_later_writer_keeps_the_limit_of_the_first_and_is_told(place: Place) -> None:
-    words = [f"chunk {number}" for number in range(12)]
+def test_the_last_that_gives_a_limit_sets_it_and_those_who_run_are_told_once(place: Place) -> None:
+    words = [f"chunk {number}" for number in range(100)]
     first = tier_of(place, LARGE)
     store(first, *words)
-    with pytest.warns(RuntimeWarning, match="kvboost cache limit .* SIZE") as told:
-        later = _stored_with(place, SMALL, "one more")
-    assert len(told) == 1, "it was not told, or more than once"
-    assert f"{LARGE:,}" in str(told[0].message)
-    assert kept(later, *words, "one more") == 13, "the later writer trimmed the place to a limit of its own"
-    assert later.stats().capacity_bytes == LARGE
+    later = tier_of(place, SMALL)
+    assert kept(later, *words) == 100, "opening evicts nothing"
+    told_what = f"limit of {SMALL:,} .* {LARGE:,} is not used; .* disk_cache_bytes"
+    with pytest.warns(RuntimeWarning, match=told_what) as told:
+        store(first, "one more", "another")
+    assert len(told) == 1
+    assert first.stats().bytes <= SMALL == first.stats().capacity_bytes
+    assert kept(first, "one more", "another") == 2
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        unset = tier_of(place, None)  # who asks for nothing is told nothing
-        store(unset, "another")
-    assert unset.stats().capacity_bytes == LARGE
+        unset = tier_of(place, None)  # who asks for nothing changes nothing, and is told nothing
+        store(unset, "a third")
+        store(later, "a fourth")
+    assert unset.stats().capacity_bytes == later.stats().capacity_bytes == SMALL
     for tier in (first, later, unset):
         tier.close()
 
 
 @pytest.mark.parametrize("place", ["disk"], indirect=True)
-def test_the_command_changes_the_limit_for_those_who_run(place: Place) -> None:
+def test_one_that_starts_with_a_smaller_limit_trims_what_lies_there(place: Place) -> None:
     words = [f"chunk {number}" for number in range(100)]
-    tier = tier_of(place, None)
+    tier = tier_of(place, LARGE)
     store(tier, *words)
-    evicted = set_limit(place.url, SMALL)
-    assert evicted > EVICTED_AT_ONCE
-    assert kept(tier, *words) == 100 - evicted > 0
+    held = directory_bytes(tier)
+    tier.close()
+    tier = tier_of(place, SMALL)
     assert store(tier, "one more") == [PutOutcome.STORED]
-    assert tier.stats().bytes <= SMALL == tier.stats().capacity_bytes
+    assert directory_bytes(tier) <= SMALL < held
+    assert kept(tier, *words[-3:]) == 3, "the least recently used go first"
+    tier.close()
+    tier = tier_of(place, LARGE)
+    assert tier.stats().capacity_bytes == LARGE, "a larger one holds as well"
     tier.close()
 
 
@@ -137,9 +141,8 @@ def test_a_store_evicts_so_many_at_most_and_later_ones_go_on(place: Place, monke
 
     tier = tier_of(place, None)
     store(tier, *map(str, range(150)))
-    catalogue = open_catalogue(place.url)
-    catalogue.set_limit(SMALL)
-    catalogue.close()
+    tier.close()
+    tier = tier_of(place, SMALL)
     monkeypatch.setattr(disk_tier, "_MAX_STEPS", 1)
     outcomes = []
     for left in (150 - 64, 150 - 128):
@@ -149,11 +152,3 @@ def test_a_store_evicts_so_many_at_most_and_later_ones_go_on(place: Place, monke
     assert store(tier, "new") == [PutOutcome.STORED]
     assert tier.stats().bytes <= SMALL
     tier.close()
-
-
-def test_the_limit_of_a_server_is_its_own(redis_at: RedisServer) -> None:
-    catalogue = open_catalogue(redis_at.url)
-    assert catalogue.limit() == 4 * 2**30, "its maxmemory"
-    with pytest.raises(ConfigError, match="maxmemory"):
-        catalogue.set_limit(SMALL)
-    catalogue.close()

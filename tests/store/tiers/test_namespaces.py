@@ -22,7 +22,6 @@ from tests.contracts import ChunkStoreContract, TierContract
 from tests.contracts.blocks import assert_same, block_of, namespace
 from tests.contracts.content import prompt
 from tests.contracts.store import held_keys
-from tests.helpers.places import set_limit
 from tests.store.test_memory import put_all
 from tests.store.test_tiered import ShelfTier
 
@@ -50,7 +49,6 @@ class TestDiskForAnotherNamespace(TierContract):
             tier.close()
 
     def make_tier(self, *, capacity_bytes: int, namespace: Namespace) -> Tier:
-        set_limit(self.folder, capacity_bytes)
         first = DiskTier(self.folder, capacity_bytes=capacity_bytes, records=_formats()[0])
         self.opened.append(first)
         return first.for_namespace(RecordFormat(namespace))

@@ -18,7 +18,7 @@ from starlette.types import Message
 
 from kvboost.config import RunnerConfig
 from kvboost.engine import KVBoost
-from kvboost.fleet.index import KeyUpdate
+from kvboost.fleet.index import keys_of_blocks, pack_keys
 from kvboost.fleet.route import RouteCosts
 from kvboost.integrations.ray.asgi import LocalApp
 from kvboost.integrations.ray.prompts import Facts
@@ -91,7 +91,8 @@ class Replica:
         load = sum(tier.load_seconds for tier in work) / loaded if loaded else math.inf
         ratio = config.recompute_ratio if config.recompute_ratio is not None else _RECOMPUTE_RATIO
         costs = RouteCosts.of(session.prefiller.costs, recompute_ratio=ratio, load=load)
-        return {"keys": KeyUpdate.of_held(self._engine.held_keys(_MAX_BLOCKS)).to_bytes(), "costs": asdict(costs)}
+        keys = keys_of_blocks(self._engine.held_keys(_MAX_BLOCKS))
+        return {"keys": pack_keys(keys), "costs": asdict(costs)}
 
     async def __del__(self) -> None:
         """Called by Serve when no request runs any more, before the process ends."""

@@ -22,7 +22,7 @@ from kvboost.core.chunking import make_chunker
 from kvboost.core.keys import token_array
 from kvboost.errors import ConfigError
 from kvboost.extend import Chunker
-from kvboost.fleet.index import FleetIndex, KeyUpdate
+from kvboost.fleet.index import FleetIndex, ShortKeys, unpack_keys
 from kvboost.fleet.route import Choice, RouteCosts, RoutePrompt, Router
 from kvboost.hf.breaks import break_table, light_tokenizer
 from kvboost.integrations.ray.prompts import AskedPrompt, Facts, PromptReader
@@ -32,7 +32,6 @@ _log = logging.getLogger("kvboost.serve")
 _SHARED = "the shared tier"
 _MAX_SHARED_KEYS = 2**22  # then what is believed to be in the shared tier is forgotten, and learnt again
 _MAX_PENDING = 1024  # prompts kept while they are routed
-_NONE = np.zeros(0, dtype=np.uint64)
 
 
 @dataclass(frozen=True)
@@ -94,10 +93,10 @@ class ContentRouter(RequestRouter):  # type: ignore[misc]
         if not stats or self._sent.get(name) == stats["keys"]:
             return
         self._sent[name] = stats["keys"]
-        update = KeyUpdate.from_bytes(stats["keys"])
-        self._index.apply(name, update)
+        keys = unpack_keys(stats["keys"])
+        self._index.replace(name, keys)
         if facts.shares:
-            self._share(update)
+            self._share(keys)
         self._costs[name] = RouteCosts(**stats["costs"])
         costs = RouteCosts.median(self._costs.values())
         if self._router is None:
@@ -113,13 +112,14 @@ class ContentRouter(RequestRouter):  # type: ignore[misc]
         reader = PromptReader(self._tokenizer, min_gap=chunker.min_tokens, model_name=self._model_name, keys=self._keys)
         return _Kind(facts, chunker, reader)
 
-    def _share(self, update: KeyUpdate) -> None:
-        new = update.added[~self._index.held_by(_SHARED, update.added)]
+    def _share(self, keys: ShortKeys) -> None:
+        new = keys[~self._index.held_by(_SHARED, keys)]
         self._shared_keys += len(new)
         if self._shared_keys > _MAX_SHARED_KEYS:
-            self._index.apply(_SHARED, KeyUpdate(_NONE, _NONE, whole=True))
-            new, self._shared_keys = update.added, len(update.added)
-        self._index.apply(_SHARED, KeyUpdate(new, _NONE, whole=False))
+            self._index.replace(_SHARED, keys)
+            self._shared_keys = len(keys)
+        else:
+            self._index.add(_SHARED, new)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -189,7 +189,7 @@ class ContentRouter(RequestRouter):  # type: ignore[misc]
         prompt = prompts.get(self._kind_of.get(name, ""))
         if prompt is not None and len(prompt.prefix_keys):
             keys = np.unique(np.concatenate((prompt.prefix_keys, prompt.content_keys)))
-            self._index.apply(name, KeyUpdate(keys, _NONE, whole=False))
+            self._index.add(name, keys)
 
 
 def _two(replicas: list[RunningReplica]) -> list[RunningReplica]:

@@ -88,18 +88,6 @@ class Catalogue(ABC):
         return self.remove([entry for entry in self.entries() if tenant in (None, entry.tenant)])
 
     @abstractmethod
-    def limit(self) -> int | None:
-        """The place's limit in bytes; None if it has none yet."""
-
-    @abstractmethod
-    def set_limit(self, capacity: int) -> None:
-        """Set the limit for all who use the place."""
-
-    def trim(self) -> Iterator[int]:
-        """Evict what is beyond the limit, some records at a time; how many each time. None where others evict."""
-        return iter(())
-
-    @abstractmethod
     def check_writable(self) -> None:
         """Raise PlaceError if nothing can be written there."""
 

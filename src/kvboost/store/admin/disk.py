@@ -1,13 +1,12 @@
 """The records of a cache directory, read from its files: they are the truth, its index only says when each was used.
 
-Used by ``kvboost cache``. Invariant: nothing but :meth:`DiskCatalogue.remove`, ``purge`` and an import changes the
-directory; engines may use it meanwhile.
+Used by ``kvboost cache`` and ``kvboost warm``. Invariant: nothing but :meth:`DiskCatalogue.remove`, ``purge`` and
+``check_writable`` changes the directory; engines may use it meanwhile.
 """
 
 from __future__ import annotations
 
 import sqlite3
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -15,13 +14,12 @@ from pathlib import Path
 from kvboost.errors import PlaceError
 from kvboost.store.admin.base import MAX_RECORD_BYTES, Catalogue, Entry, examine, head_of
 from kvboost.store.tiers.disk.database import IndexUnavailableError, IndexView, is_damaged
-from kvboost.store.tiers.disk.directory import claim, index_lock
-from kvboost.store.tiers.disk.files import Files, Layout, Presence, read_capacity, write_capacity
-from kvboost.store.tiers.disk.index import BETWEEN_STEPS_S, ChunkIndex, Room
+from kvboost.store.tiers.disk.directory import claim
+from kvboost.store.tiers.disk.files import Files, Layout, Presence
+from kvboost.store.tiers.disk.index import ChunkIndex
 from kvboost.types import Namespace
 
 _AT_ONCE = 64  # chunks in one transaction: others must get their turn
-_TIMEOUT_S = 10.0  # with engines that open the index at the same time
 _MAX_TRIED = 16  # records of a space that are asked whose it is, before the index is believed
 
 
@@ -101,28 +99,6 @@ class DiskCatalogue(Catalogue):
                 raise
         with closing(index) if index is not None else nullcontext():
             yield index
-
-    def limit(self) -> int | None:
-        """Of the whole directory."""
-        with self._used():
-            return read_capacity(self._layout)
-
-    def set_limit(self, capacity: int) -> None:
-        """Set it for the whole directory, which is made if it is not there."""
-        with self._used():
-            claim(self._layout)
-            with index_lock(self._layout, timeout_s=_TIMEOUT_S):
-                write_capacity(self._layout, capacity)
-
-    def trim(self) -> Iterator[int]:
-        """Evict some records in each transaction."""
-        limit, room = self.limit(), Room.NOT_YET
-        with self._used(), self._index() as index:
-            # Without an index nobody has stored anything that it counts.
-            while index is not None and limit is not None and room is Room.NOT_YET:
-                room, evicted = index.trim(limit, lambda place: self._files.remove(self._layout.record(*place)))
-                yield evicted
-                time.sleep(BETWEEN_STEPS_S)
 
     def check_writable(self) -> None:
         """Make the directory if it is not there, and a file in it for a moment."""

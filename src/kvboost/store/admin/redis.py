@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NoReturn
 
-from kvboost.errors import ConfigError, PlaceError
+from kvboost.errors import PlaceError
 from kvboost.store.admin.base import MAX_RECORD_BYTES, Catalogue, Entry, head_of
 from kvboost.store.tiers.mooncake import giving_nothing
 from kvboost.store.tiers.redis.tier import PREFIX, open_values
@@ -89,16 +89,6 @@ class RedisCatalogue(Catalogue):
         """Remove every record of a tenant, or of all."""
         with self._used():
             return self._values.purge("" if tenant is None else tenant.hex())
-
-    def limit(self) -> int | None:
-        """The server's own."""
-        return self._values.capacity_bytes
-
-    def set_limit(self, capacity: int) -> None:
-        """Raises ConfigError: the limit is the server's own."""
-        raise ConfigError(
-            f"the limit of {self.place} is its own; set it there (Redis: maxmemory, maxmemory-policy allkeys-lru)"
-        )
 
     def check_writable(self) -> None:
         """Write a value that ends at once: a replica, or a server that is full, refuses it."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -38,13 +37,9 @@ R = TypeVar("R")
 class Backend(ABC):
     """What the tiers of all namespaces of one directory or server share. Thread-safe."""
 
-    def __init__(self, tier: str, *, place: str, wanted_bytes: int | None, default_bytes: int) -> None:
-        """``wanted_bytes`` is the limit that was asked for. It holds if the place has none yet."""
-        self._place = place  # never with a password
-        self.wanted_bytes = wanted_bytes
-        self.capacity_bytes = default_bytes if wanted_bytes is None else wanted_bytes
+    def __init__(self, tier: str, *, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
         """The place's limit, as far as it is known."""
-        self._said: set[str] = set()
         self.health = Failures(f"{tier} tier")
         self._writing_lock = threading.Lock()
         self._being_written: set[Place] = set()
@@ -53,33 +48,6 @@ class Backend(ABC):
     def is_available(self) -> bool:
         """Whether it answered when it was last used."""
         return True
-
-    def limited_to(self, capacity: int) -> None:
-        """The place has this limit. Whoever asked for another is told, once."""
-        self.capacity_bytes = capacity
-        if self.wanted_bytes not in (None, capacity) and self._is_new("limit"):
-            warnings.warn(
-                f"{self._place} has a limit of {capacity:,} bytes for all who use it, so {self.wanted_bytes:,} is not "
-                f"used; change it for all with: kvboost cache limit {self._place} SIZE",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-
-    def warn_too_small(self, size: int) -> None:
-        """A record does not fit, whatever is evicted. Said once: nothing else shows that nothing is stored."""
-        if self._is_new("size"):
-            warnings.warn(
-                f"{self._place} has a limit of {self.capacity_bytes:,} bytes, and a chunk takes {size:,}: it is "
-                f"not stored; raise the limit with: kvboost cache limit {self._place} SIZE",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-
-    def _is_new(self, warning: str) -> bool:
-        """Whether this was not said before."""
-        with self._writing_lock:
-            was_said, self._said = warning in self._said, {*self._said, warning}
-        return not was_said
 
     @contextmanager
     def writing(self, place: Place) -> Iterator[bool]:

@@ -14,6 +14,7 @@ import sqlite3
 import stat
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -48,8 +49,9 @@ class Directory(Backend):
         readers: int,
         files: Files,
     ) -> None:
-        place = str(layout.directory)
-        super().__init__("disk", place=place, wanted_bytes=wanted_bytes, default_bytes=DEFAULT_PLACE_BYTES)
+        super().__init__("disk", capacity_bytes=DEFAULT_PLACE_BYTES if wanted_bytes is None else wanted_bytes)
+        self._wanted_bytes, self._has_set_limit = wanted_bytes, False
+        self._warned: set[str] = set()
         self.removed: Callable[[bytes], None] = lambda key: None
         """Called with the key of every record that is removed."""
         self.layout, self.files = layout, files
@@ -98,26 +100,47 @@ class Directory(Backend):
 
     def limits(self, index: ChunkIndex, *, size: int = 0) -> Limits:
         """What may lie in the directory now, together with a record of ``size``. Raises what FAILURES names."""
-        self.limited_to(self._capacity(index))
+        self.capacity_bytes = self._capacity(index)
+        if self._wanted_bytes not in (None, self.capacity_bytes):
+            self._warn_once(
+                "limit",
+                f"{self.layout.directory} has a limit of {self.capacity_bytes:,} bytes now, set by another engine, so "
+                f"{self._wanted_bytes:,} is not used; give all engines that use it the same disk_cache_bytes",
+            )
         capacity, spare = self.capacity_bytes, self.files.spare(self.layout.directory)
         if spare < size:
             capacity = min(capacity, max(0, index.totals(whole=True).bytes + spare))
         return Limits(capacity, self._tenant_quota)
 
     def _capacity(self, index: ChunkIndex) -> int:
-        """The directory's limit. If it has none yet, the wanted one; if that is None, the default or what lies there.
+        """The directory's limit. The wanted one is set for everybody, once; without it a directory that has no limit
+        yet gets the default, or what lies there.
 
-        Read each time: ``kvboost cache limit`` may have changed it. Raises what FAILURES names.
+        Read each time: another engine may have set it. Raises what FAILURES names.
         """
-        found, wanted = read_capacity(self.layout), self.wanted_bytes
-        if found is not None:
-            return found
-        with index_lock(self.layout, timeout_s=_TIMEOUT_S):
-            found = read_capacity(self.layout)  # another process may have come first
-            if found is None:
-                found = max(DEFAULT_PLACE_BYTES, index.totals(whole=True).bytes) if wanted is None else wanted
+        found, wanted = read_capacity(self.layout), self._wanted_bytes
+        if found is None or not (self._has_set_limit or wanted in (None, found)):
+            with index_lock(self.layout, timeout_s=_TIMEOUT_S):
+                found = wanted if wanted is not None else read_capacity(self.layout)  # another may have come first
+                if found is None:
+                    found = max(DEFAULT_PLACE_BYTES, index.totals(whole=True).bytes)
                 write_capacity(self.layout, found)
+        self._has_set_limit = True
         return found
+
+    def warn_too_small(self, size: int) -> None:
+        """A record does not fit, whatever is evicted: nothing else shows that nothing is stored."""
+        self._warn_once(
+            "size",
+            f"{self.layout.directory} has a limit of {self.capacity_bytes:,} bytes, and a chunk takes {size:,}: it is "
+            "not stored; give a larger disk_cache_bytes",
+        )
+
+    def _warn_once(self, kind: str, message: str) -> None:
+        with self._lock:
+            was_said, self._warned = kind in self._warned, {*self._warned, kind}
+        if not was_said:
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
 
     def new_file(self) -> tuple[str, Path]:
         """This writer's name, and a name for a file of its own that nobody uses. Raises OSError."""

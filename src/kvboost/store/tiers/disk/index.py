@@ -193,16 +193,6 @@ class ChunkIndex:
                 remove(place)
         return room, len(victims)
 
-    def trim(self, capacity: int, remove: Callable[[Place], None]) -> tuple[Room, int]:
-        """Evict down to a limit, a few chunks at a time; how many."""
-        with self._database.transaction() as write:
-            held = _held(write)
-            victims: list[Place] = []
-            room = _evict(write, held, sum(held.values()) - capacity, partial(_oldest, write), victims)
-            for place in victims:
-                remove(place)
-        return room, len(victims)
-
     def finish(self, key: bytes, writer: str) -> bool:
         """The chunk's file is there. False if its entry is gone."""
         query = "UPDATE chunks SET writer = NULL WHERE space = ? AND key = ? AND writer = ?"

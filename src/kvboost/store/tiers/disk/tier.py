@@ -56,7 +56,7 @@ class DiskTier(RecordTier[Directory]):
     ) -> None:
         """``records`` says whose blocks these are and how they are written; ``readers`` read at the same time.
 
-        ``capacity_bytes`` is the limit of a directory that has none yet; None takes the default, or what lies there.
+        ``capacity_bytes`` becomes the directory's limit; None keeps the one it has, a new one gets the default.
         """
         backend = Directory(
             Layout(Path(directory).expanduser().absolute()),
@@ -68,7 +68,7 @@ class DiskTier(RecordTier[Directory]):
         )
         self._open(backend, records, owns_backend=True)
         self._directory.open()
-        self._with_index(backend.limits, None)  # whoever asked for another limit is told now
+        self._with_index(backend.limits, None)  # which sets the limit
 
     def _open(self, backend: Directory, records: RecordFormat, *, owns_backend: bool) -> None:
         super()._open(backend, records, owns_backend=owns_backend)

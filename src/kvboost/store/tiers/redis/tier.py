@@ -46,7 +46,7 @@ class _RedisBackend(Backend):
     def __init__(self, url: str, *, prefix: str, patience: Patience, ttl_ms: int | None) -> None:
         self.prefix = prefix
         self.values = open_values(url, prefix=prefix, patience=patience, ttl_ms=ttl_ms, report=self.report)
-        super().__init__(self.values.kind, place=self.values.place, wanted_bytes=None, default_bytes=_UNLIMITED)
+        super().__init__(self.values.kind, capacity_bytes=_UNLIMITED)
         try:
             self.values.open()
         except Warning:  # who turns warnings into errors gets no tier
