@@ -1,1 +1,1 @@
-"""Streamed weights, paged KV, speculation, the memory plan."""
+"""Streamed weights, paged KV, the memory plan."""

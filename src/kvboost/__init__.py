@@ -17,7 +17,6 @@ if TYPE_CHECKING:
         PrefillResult,
         ReuseReport,
         Score,
-        Speculation,
         StreamPiece,
     )
 
@@ -36,7 +35,6 @@ __all__ = [
     "PrefillResult",
     "ReuseReport",
     "Score",
-    "Speculation",
     "StoreError",
     "StreamPiece",
     "UnsupportedModelError",
@@ -58,7 +56,6 @@ _HOMES = {
             "PrefillResult",
             "ReuseReport",
             "Score",
-            "Speculation",
             "StreamPiece",
         ),
         "kvboost.types",

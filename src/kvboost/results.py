@@ -100,18 +100,6 @@ def _seconds(milliseconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 10.0 else f"{seconds:.2g} s"
 
 
-@dataclass(frozen=True, slots=True)
-class Speculation:
-    """How much a draft helped one generation."""
-
-    passes: int
-    """Forwards of the model, and so passes over its weights, from the prompt's last step on."""
-    proposed: int
-    """Tokens the draft proposed."""
-    accepted: int
-    """Proposed tokens that the model accepted. Every pass adds one token of the model's own."""
-
-
 @dataclass(frozen=True)
 class GenerationResult:
     """A finished generation. Times count from the moment ``generate`` was entered."""
@@ -130,8 +118,6 @@ class GenerationResult:
 
     With beams or several return sequences, ``token_ids`` is the first one and the others are here.
     """
-    speculation: Speculation | None = None
-    """How much the draft helped, if one was used."""
 
     def __str__(self) -> str:
         """The text, and what it took."""

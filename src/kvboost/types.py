@@ -16,7 +16,6 @@ from kvboost.results import GenerationResult as GenerationResult
 from kvboost.results import PrefillResult as PrefillResult
 from kvboost.results import ReuseReport as ReuseReport
 from kvboost.results import Score as Score
-from kvboost.results import Speculation as Speculation
 from kvboost.results import StreamPiece as StreamPiece
 
 if TYPE_CHECKING:

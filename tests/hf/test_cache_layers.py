@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost.hf.cache import KVLayout, SlabCache, why_no_draft
+from kvboost.hf.cache import KVLayout, SlabCache
 from kvboost.hf.layers import cache_name
 from kvboost.hf.probe import probe_model
-from tests.helpers.models import FAMILIES, HYBRIDS, NEWEST, SPARSE
+from tests.helpers.models import HYBRIDS, NEWEST
 
 Tiny = Callable[..., Any]
 _IDS = torch.randint(3, 90, (1, 40), generator=torch.Generator().manual_seed(5))
@@ -76,11 +76,6 @@ def test_a_state_takes_no_tokens_back(tiny: Tiny) -> None:
     cache = _filled(model, probe_model(model).layout)
     with pytest.raises(NotImplementedError, match="takes no tokens back"):
         cache.layers[0].crop(-1)
-
-
-def test_only_models_with_recurrent_layers_are_recurrent(tiny: Tiny) -> None:
-    assert all(why_no_draft(tiny(family)) for family in (*HYBRIDS, *SPARSE))
-    assert not any(why_no_draft(tiny(family)) for family in FAMILIES)
 
 
 def test_what_a_layer_without_states_keeps_is_nothing(tiny: Tiny) -> None:

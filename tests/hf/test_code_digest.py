@@ -42,7 +42,6 @@ _DECIDE_NO_BITS = {
     "hf/packed_weights.py",  # what is tested in tiles: how a model is stepped is in the key
     "hf/peft_layers.py",
     "hf/probe.py",
-    "hf/speculation.py",  # decoding
     "hf/streams.py",  # when bytes are copied
     "hf/weights.py",
     "streams",

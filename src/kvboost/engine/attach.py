@@ -36,7 +36,6 @@ from kvboost.hf.generate import (
     positional_arguments,
     reads_prompt_again,
     setting,
-    speculates,
     with_padding,
 )
 from kvboost.hf.runner import in_this_thread
@@ -193,9 +192,6 @@ class _Generate:
             return "dropout changes the prompt's KV in every call; set it to 0, or call model.eval()"
         if isinstance(self.beneath, partial):
             return "its repository has a generate of its own"
-        drafted = speculates(model, options)
-        if drafted and setting(model, options, "do_sample"):
-            return "with a draft other random numbers would be drawn"
         if reason := reads_prompt_again(model, options):
             return reason
         alone = len(rows.tokens) == 1 and len(rows.tokens[0]) == rows.padded
@@ -206,7 +202,7 @@ class _Generate:
             return None
         if layout.states:
             return "padded prompts of a model with recurrent layers are not put together in a cache"
-        return "a draft proposes for one prompt at a time" if drafted else None
+        return None
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """The autocast of a forward that was set on the model, as accelerate's: the engine computes beneath it."""

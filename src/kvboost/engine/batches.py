@@ -17,8 +17,8 @@ import torch
 from kvboost.core.costs import StageClock
 from kvboost.core.session import Session
 from kvboost.engine.single import Generator, Request
-from kvboost.errors import ConfigError, KVBoostError
-from kvboost.hf.generate import end_token_ids, speculates
+from kvboost.errors import KVBoostError
+from kvboost.hf.generate import end_token_ids
 from kvboost.hf.prompt import PromptEncoder
 from kvboost.hf.sampling import Drawing, drawings
 from kvboost.scheduler.forwards import Forwards
@@ -49,11 +49,6 @@ class Batches:
         done: Callable[[], Any] = lambda: None,
     ) -> list[GenerationResult]:
         """A result for each prompt. ``done`` is called after each, in whatever order they end."""
-        if len(requests) > 1 and any(speculates(self._model, request.arguments) for request in requests):
-            raise ConfigError(
-                "a draft proposes for one prompt at a time; leave it out of the batch (prompt_lookup_num_tokens=None "
-                "if the model's generation_config enables it), or use generate()"
-            )
         found: dict[int, GenerationResult] = {}
         if session is not None:
             joint = {

@@ -194,9 +194,8 @@ class KVBoost(TenantView):
         At most ``max_new_tokens`` new tokens; without it ``max_length`` or a ``generation_config`` decides, else
         64. ``temperature=0`` is greedy. Everything else goes to ``model.generate`` and means what it means
         there: top_p, top_k, min_p, penalties, stop_strings, streamer, logits_processor, stopping_criteria,
-        num_beams, ... Arguments that would change the prompt's KV are refused. With ``assistant_model``
-        or ``prompt_lookup_num_tokens`` a draft proposes tokens, and the model verifies several in one pass. Other
-        assisted decoding runs without reuse, and the result says so.
+        num_beams, ... Arguments that would change the prompt's KV are refused. Assisted decoding
+        (``assistant_model``, ``prompt_lookup_num_tokens``, ...) runs without reuse, and the result says why.
         """
         clock = StageClock()
         options = {**generate_kwargs, "max_new_tokens": max_new_tokens, "temperature": temperature}

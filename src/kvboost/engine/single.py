@@ -26,7 +26,6 @@ from kvboost.hf.generate import (
     sampling_arguments,
     sequences_per_prompt,
     setting,
-    speculates,
     stop_strings,
 )
 from kvboost.hf.probe import ModelFacts
@@ -266,8 +265,6 @@ class Generator:
     def _reuse(self, session: Session, request: Request, clock: StageClock, *, approx: bool) -> GenerationResult:
         """Prefill with the stored KV, decode, and store what is new."""
         total, copies, budget = request.total_tokens, self.copies(request.arguments), session.budget
-        if speculates(self._model, request.arguments):
-            budget.check(total, why="a draft takes tokens back, which pages do not")
         if copies > 1:
             budget.check(total, sequences=copies, why="there are several sequences of it")
         with open_prefill(
@@ -284,12 +281,11 @@ class Generator:
 
     def _decode(self, session: Session, state: PrefillState, request: Request, copies: int) -> GenerationResult:
         prefiller = session.prefiller
-        alone = copies == 1 and not speculates(self._model, request.arguments)
+        alone = copies == 1
         if alone:
             prefiller.advance_to_last_step(state, cancelled=request.cancelled)
-        else:  # the last token is left to a forward of several sequences, or one that verifies a draft
+        else:  # the last token is left to a forward of all sequences
             prefiller.advance(state, to=max(state.last_step, len(state.tokens) - 1), cancelled=request.cancelled)
-        if copies > 1:
             prefiller.commit(state)  # before the cache is multiplied
             state.cache.batch_repeat_interleave(copies)
 
@@ -311,7 +307,7 @@ class Generator:
                 result = replace(result, raw=replace(result.raw, past_key_values=None))
             else:
                 state.detach()  # the caller owns it now
-        if session.keeps_decoded and copies == 1:
+        if session.keeps_decoded and alone:
             prefiller.commit_decoded(state, result.token_ids)
         return result
 
@@ -358,7 +354,6 @@ class Generator:
             total_ms=watch.clock.elapsed_ms,
             reuse=report(),
             raw=decoded.raw,
-            speculation=decoded.speculation,
         )
 
     def _ended(self, new: list[int], arguments: dict[str, Any], cancelled: bool) -> tuple[list[int], str]:

@@ -278,16 +278,6 @@ def is_recurrent(layer: Any) -> bool:
     return isinstance(layer, LinearAttentionCacheLayerMixin)
 
 
-def why_no_draft(model: Any) -> str | None:
-    """Why tokens that a draft proposes cannot be verified together with the same answers; None if they can."""
-    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    if any(map(is_recurrent, layers)):
-        return "the states of its recurrent layers take no tokens back"
-    if any(hasattr(layer, "update_indexer") for layer in layers):
-        return "a forward of several tokens chooses other positions in its sparse attention"
-    return None
-
-
 def _without_window(layer: Any) -> Any:
     if is_recurrent(layer):
         whole = LinearAttentionAndFullAttentionLayer if isinstance(layer, CacheLayerMixin) else LinearAttentionLayer

@@ -18,11 +18,8 @@ from transformers import GenerationConfig, GenerationMixin, StoppingCriteria, St
 
 from kvboost.config import SETTINGS
 from kvboost.errors import ConfigError
-from kvboost.hf.cache import why_no_draft
 from kvboost.hf.layers import cache_name, without_peft
 from kvboost.hf.runner import in_this_thread
-from kvboost.hf.speculation import Speculating
-from kvboost.types import Speculation
 
 PREPARED = (
     "attention_mask",
@@ -57,9 +54,10 @@ _ALLOWED = (
     "trust_remote_code",
 )
 _NO_SETTINGS = ("transformers_version",)  # metadata fields of a generation config
-# Assistants of these kinds read the model's states of the whole prompt, or its text; custom loops may do anything.
+# Assisted decoding feeds the whole prompt in its first forward, whatever a cache holds; custom loops may do anything.
 _REREADS_PROMPT = (
     "assistant_early_exit",
+    "assistant_model",
     "assistant_tokenizer",
     "constraints",
     "custom_generate",
@@ -67,6 +65,7 @@ _REREADS_PROMPT = (
     "force_words_ids",
     "num_beam_groups",
     "penalty_alpha",
+    "prompt_lookup_num_tokens",
     "speculation_type",
     "use_mtp",
 )
@@ -74,8 +73,6 @@ DEFAULT_NEW_TOKENS = 64
 DEFAULT_LENGTH = 20
 """New tokens where nobody says how many, in Transformers."""
 _NAMES = tuple(inspect.signature(GenerationMixin.generate).parameters)[1:]
-ASSISTANTS = ("assistant_model", "prompt_lookup_num_tokens")
-"""Arguments of ``generate`` that name a draft."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,6 @@ class Decoded:
 
     sequences: torch.Tensor  # [batch, prompt + new]
     raw: Any
-    speculation: Speculation | None = None
 
 
 class _AfterEachToken(StoppingCriteria):  # type: ignore[misc]  # transformers is untyped
@@ -200,32 +196,12 @@ def has_dropout(model: Any) -> bool:
     )
 
 
-def speculates(model: Any, arguments: dict[str, Any]) -> bool:
-    """Whether ``generate`` uses a draft with these arguments or the model's generation config."""
-
-    return any(setting(model, arguments, name) for name in ASSISTANTS)
-
-
-def _why_not_resumed(model: Any, arguments: dict[str, Any]) -> str | None:
-    """Why assisted decoding cannot continue from a cache, or None if it can."""
-    own = getattr(own_generate(model), "__func__", None)
-    if not isinstance(model, GenerationMixin) or own is not type(model).generate:
-        return f"{type(model).__name__} has a generate of its own, which feeds the whole prompt again with a draft"
-    if reason := why_no_draft(model):
-        return f"with a draft: {reason}"
-    config = arguments.get("generation_config")
-    for name in ("output_attentions", "output_hidden_states"):
-        if arguments.get(name, getattr(config, name, None)):
-            return f"with a draft and {name}, Transformers feeds the whole prompt again"
-    return None
-
-
 def reads_prompt_again(model: Any, arguments: dict[str, Any]) -> str | None:
     """Why ``generate`` cannot continue from a cache with these arguments, or None if it can."""
     for name in _REREADS_PROMPT:
         if (given := setting(model, arguments, name)) and not (name == "num_beam_groups" and given == 1):
             return f"with {name}, Transformers feeds the whole prompt again, whatever a cache already holds"
-    return _why_not_resumed(model, arguments) if speculates(model, arguments) else None
+    return None
 
 
 def sequences_per_prompt(model: Any, arguments: dict[str, Any]) -> int:
@@ -259,15 +235,12 @@ def run_generate(
         # None overrides a cache kind in the model's generation config.
         arguments |= {cache_name(model): cache, "cache_implementation": None}
     arguments = with_padding(model, arguments)
-    # With beams Transformers ignores the draft.
-    drafted = speculates(model, arguments) and sequences_per_prompt(model, arguments) == 1
-    speculating = Speculating(model) if drafted and reads_prompt_again(model, arguments) is None else None
-    generate = speculating.generate if speculating is not None else own_generate(model)
     with torch.no_grad(), _resuming(model, cache):
-        raw = generate(input_ids=input_ids, attention_mask=attention_mask, stopping_criteria=criteria, **arguments)
+        raw = own_generate(model)(
+            input_ids=input_ids, attention_mask=attention_mask, stopping_criteria=criteria, **arguments
+        )
     sequences = raw if isinstance(raw, torch.Tensor) else raw.sequences
-    report = speculating.report if speculating is not None else None
-    return Decoded(sequences, raw, report)
+    return Decoded(sequences, raw)
 
 
 @contextmanager

@@ -152,12 +152,13 @@ def _checked_layout(model: Any, config: Any) -> KVLayout:
 def _greedy_logits(model: Any, batch: torch.Tensor, cache: SlabCache | None) -> list[torch.Tensor]:
     """The logits of a few greedy steps, [vocab] each."""
     arguments = {"do_sample": False, "max_new_tokens": _PROBE_NEW_TOKENS, "temperature": 1.0, "top_p": 1.0, "top_k": 50}
+    no_draft = {"prompt_lookup_num_tokens": None}  # one that the model's own configuration asks for reads it all again
     decoded = run_generate(
         model,
         input_ids=batch,
         attention_mask=torch.ones_like(batch),
         cache=cache,
-        arguments=arguments | {"return_dict_in_generate": True, "output_logits": True},
+        arguments=arguments | no_draft | {"return_dict_in_generate": True, "output_logits": True},
         after_each_token=lambda: False,
         tokenizer=None,
     )

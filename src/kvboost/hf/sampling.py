@@ -41,7 +41,6 @@ _MIN_TEMPERATURE = 1e-6  # below that it is greedy anyway, and 0 in float32
 _MIN_TOP_P = 1e-6
 # Arguments that want Transformers' own loop, or that may remember what they have seen of one sequence.
 _OWN_LOOP = (
-    "assistant_model",
     "custom_generate",
     "logits_processor",
     "negative_prompt_ids",

@@ -155,7 +155,7 @@ class _Attention(Plan):
 
     def attend(self, call: Call) -> torch.Tensor:
         """Attention of new tokens to themselves and all pages, [1, new, heads, dim]."""
-        if self._waiting is None:  # another model's, such as a draft's
+        if self._waiting is None:  # another model's
             return call.plain()
         (layer, keys, values), self._waiting = self._waiting, None
         query = call.query
