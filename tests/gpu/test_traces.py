@@ -11,6 +11,8 @@ import torch
 if torch.version.cuda is None:
     pytest.skip("needs torch's CUDA build: see .ci/gpu", allow_module_level=True)
 
+from kvboost.hf.cache import SlabCache
+from kvboost.hf.joint import JointPrefill
 from kvboost.hf.ragged import RaggedRunner
 from kvboost.hf.row_pages import has_kernel
 from kvboost.hf.rows import RowBatch
@@ -119,3 +121,19 @@ def test_two_gpus(cuda: FakeCuda) -> None:
     assert warm.ops[_FLASH] == cold.ops[_FLASH] == 8
     assert cold.total <= 1.05 * bare.total
     assert warm.total <= 1.05 * suffix.total
+
+
+def test_prompts_that_come_together_share_a_forward(cuda: FakeCuda) -> None:
+    model = cuda.model()
+    bare = plain(cuda, model, 8 * 100)
+    with cuda.engine(model) as engine:
+        runner, layout = engine.parts.runner, engine.parts.layout
+        assert layout is not None
+        assert runner.joins
+        caches = [SlabCache(layout, capacity=2100) for _ in range(8)]
+        for cache in caches[:4]:
+            cache.set_length(2000)
+        joint = cuda.trace(lambda: JointPrefill(runner).append([_PROMPT[:100]] * 8, caches))
+    assert joint.ops[_FLASH] == 8 * _LAYERS
+    assert joint.ops[_MASKED] == 0
+    assert joint.total - 8 * 3 * _LAYERS <= 1.05 * bare.total, "but for each one's attention, and where its KV is kept"

@@ -112,3 +112,42 @@ def test_a_model_that_prefills_otherwise_in_company_is_refused(bug: str, monkeyp
         )
     with pytest.raises(UnsupportedModelError, match=r"other KV beside|changes its mask"):
         probe_joint(runner, layout)
+
+
+def on_an_accelerator(family: str) -> tuple[ModelRunner, KVLayout]:
+    """As a model is run there, but on the CPU, which makes a mask of what that kernel does not need one for."""
+    runner = ModelRunner(tiny_model(family, max_position_embeddings=1024))
+    runner.unmasked, runner.joins = "lower right", True
+    return runner, probe_model(runner.model).layout
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "glm"])
+@settings(max_examples=12, deadline=None)
+@given(parts=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40)), min_size=2, max_size=8))
+def test_without_tiles_each_prompt_gets_what_it_gets_alone_up_to_rounding(
+    family: str, parts: list[tuple[int, int]]
+) -> None:
+    runner, layout = on_an_accelerator(family)
+    joint = probe_joint(runner, layout)
+    texts = [_TEXT[i : i + held + new] for i, (held, new) in enumerate(parts)]
+    alone, together = (
+        [cache_with(runner, layout, text[:held]) for text, (held, _) in zip(texts, parts, strict=True)]
+        for _ in range(2)
+    )
+    tails = [text[held:] for text, (held, _) in zip(texts, parts, strict=True)]
+    expected = [runner.append(tail, cache, logits=True) for tail, cache in zip(tails, alone, strict=True)]
+    found = joint.append(tails, together)
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-4)
+    for one, other, text in zip(alone, together, texts, strict=True):
+        for a, b in zip(one.extract(0, len(text)), other.extract(0, len(text)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_prompts_are_prefilled_one_by_one_with_windows_and_where_bits_are_promised() -> None:
+    runner, layout = on_an_accelerator("gemma3_text")
+    with pytest.raises(UnsupportedModelError, match="have a window"):
+        probe_joint(runner, layout)
+    runner, layout = on_an_accelerator("llama")
+    runner.joins = False
+    with pytest.raises(UnsupportedModelError, match="depends on its shape"):
+        probe_joint(runner, layout)

@@ -64,7 +64,7 @@ class Assembly:
     def close(self) -> None:
         """Remove all hooks from the model, and compute as it does."""
         self.session.prefiller.approx.close()
-        self.runner.tiles = self.runner.unmasked = None
+        self.runner.tiles, self.runner.unmasked, self.runner.joins = None, None, False
 
 
 def checked_config(settings: Mapping[str, Any]) -> EngineConfig:
@@ -104,6 +104,7 @@ def assemble(runner: ModelRunner, tokenizer: Any, *, config: EngineConfig, store
     packed = None if config.packed_bytes == AUTO else int(config.packed_bytes)
     facts, numerics, identity = measure_model(runner.model, numerics=config.numerics, packed_bytes=packed)
     runner.tiles, runner.unmasked = numerics.tiles, numerics.unmasked
+    runner.joins = runner.unmasked is not None and not numerics.rule.is_bitwise
     budgets = default_budgets(facts.layout)
     if store is not None:
         budgets = replace(budgets, host_cache_bytes=0)

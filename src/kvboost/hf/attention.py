@@ -215,7 +215,7 @@ class Step(Plan):
 
     def attend(self, call: Call) -> torch.Tensor:
         """Attention to the keys in the cache, whose storage goes on after those that are given."""
-        return _attend(self, _layer_of(call), call.query, call.mask, call.scale).transpose(1, 2).contiguous()
+        return _attend(self, layer_of(call), call.query, call.mask, call.scale).transpose(1, 2).contiguous()
 
 
 @dataclass
@@ -227,6 +227,11 @@ class JointStep(Plan):
     """Rows of each."""
     masks: list[tuple[torch.Tensor, list[torch.Tensor | None]]] = field(default_factory=list)
     """What the model was given as a mask, and what it stands for: a mask for each sequence."""
+
+    @property
+    def calls(self) -> int:
+        """Attention calls of the sequence that had the fewest."""
+        return min(part.calls for part in self.parts)
 
     def mask(self, **asked: Any) -> torch.Tensor | None:
         """Something that stands for a mask of each sequence; none if no sequence has one."""
@@ -240,7 +245,7 @@ class JointStep(Plan):
 
     def attend(self, call: Call) -> torch.Tensor:
         """Attention of each sequence to its own cache."""
-        layer = _layer_of(call)
+        layer = layer_of(call)
         pieces = zip(self.parts, torch.split(call.query, self.rows, dim=2), self.masks_for(call.mask), strict=True)
         results = [_attend(part, layer, rows, allowed, call.scale) for part, rows, allowed in pieces]
         return torch.cat(results, dim=2).transpose(1, 2).contiguous()
@@ -260,7 +265,7 @@ class SharedStep(JointStep):
 
     def attend(self, call: Call) -> torch.Tensor:
         """Attention of each to itself and to what its cache held before the step, of a sequence to its text too."""
-        layer, results = _layer_of(call), []
+        layer, results = layer_of(call), []
         new = (torch.split(states, self.rows, dim=2) for states in (call.query, call.key, call.value))
         for part, (query, key, value), allowed in zip(
             self.parts, zip(*new, strict=True), self.masks_for(call.mask), strict=True
@@ -272,7 +277,7 @@ class SharedStep(JointStep):
         return torch.cat(results, dim=2).transpose(1, 2).contiguous()
 
 
-def _layer_of(call: Call) -> int:
+def layer_of(call: Call) -> int:
     """Which layer attends. Raises UnsupportedAttentionError where it needs more than a mask."""
     if name := call.more_than_a_mask:
         raise UnsupportedAttentionError(f"its attention has {name}")

@@ -1,14 +1,15 @@
 """Prefills the last tokens of several prompts in one forward, each over its own cache.
 
 Used by the batch runner for requests that come together. Linear layers see all rows at once; in tiles a row's bits do
-not depend on the others. Each sequence has attention calls of its own. Invariants: a sequence's KV has the bits it
-gets alone (its logits are the same up to rounding: the vocabulary projection is not tiled); after a failed step every
-cache has its previous length.
+not depend on the others. Each sequence has attention calls of its own. Invariants: in tiles a sequence's KV has the
+bits it gets alone (its logits are the same up to rounding: the vocabulary projection is not tiled); on an accelerator,
+where no bits are promised, it is the same up to rounding; after a failed step every cache has its previous length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -16,10 +17,10 @@ import torch
 from transformers.cache_utils import Cache
 
 from kvboost.errors import UnsupportedModelError
-from kvboost.hf.attention import NAME, UnsupportedAttentionError
+from kvboost.hf.attention import NAME, JointStep, UnsupportedAttentionError, attending
 from kvboost.hf.cache import KVLayout, SlabCache
 from kvboost.hf.cache_layers import SlabLayer, StepLayer
-from kvboost.hf.numerics.tiles import Tiles
+from kvboost.hf.lower_right import JointLowerRight
 from kvboost.hf.probe import compare_logits
 from kvboost.hf.runner import ModelRunner
 
@@ -47,8 +48,17 @@ class _JointLayer(StepLayer):
 class JointPrefill:
     """Joint steps of one model. Make it with :func:`probe_joint`, which tests that the model supports them."""
 
-    def __init__(self, runner: ModelRunner, tiles: Tiles) -> None:
-        self._runner, self._tiles = runner, tiles
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    @contextmanager
+    def _step(self, caches: Sequence[SlabCache], rows: list[int]) -> Iterator[JointStep | JointLowerRight]:
+        if self._runner.tiles is not None:
+            with self._runner.tiles.joint_step(caches, rows) as step:
+                yield step
+            return
+        with attending(plan := JointLowerRight(caches, rows)):
+            yield plan
 
     @torch.no_grad()
     def append(self, tokens: Sequence[Sequence[int]], caches: Sequence[SlabCache]) -> torch.Tensor:
@@ -60,10 +70,10 @@ class JointPrefill:
         layers = zip(*(cache.layers for cache in caches), strict=True)
         joint = Cache(layers=[_JointLayer(each, rows) for each in layers])
         try:
-            with self._tiles.joint_step(caches, rows) as step:
+            with self._step(caches, rows) as step:
                 last = torch.tensor(list(accumulate(rows)), device=device) - 1
                 logits = self._runner.run_rows(inputs[0][None], joint, last, position_ids=inputs[1][None])
-            if any(part.calls != len(joint.layers) for part in step.parts):  # each prompt would have seen the others
+            if step.calls != len(joint.layers):  # each prompt would have seen the others
                 raise UnsupportedAttentionError(f"its attention is not Transformers' {NAME!r} any more")
             return logits
         except BaseException:
@@ -79,9 +89,9 @@ def probe_joint(runner: ModelRunner, layout: KVLayout) -> JointPrefill:
     Raises UnsupportedModelError with the reason if they do not.
     """
     config = runner.model.config.get_text_config(decoder=True)
-    if runner.tiles is None:
+    if runner.tiles is None and (not runner.joins or layout.states or layout.indexed or layout.without_kv):
         raise UnsupportedModelError(f"what a step computes depends on its shape. {_ONE_BY_ONE}")
-    joint, vocab = JointPrefill(runner, runner.tiles), min(config.vocab_size, 30_000)
+    joint, vocab = JointPrefill(runner), min(config.vocab_size, 30_000)
     tokens, alone, together, logits = [], [], [], []
     for number, (held, new) in enumerate(_PROBE):
         ids = [(i * 7919 + number) % vocab for i in range(held + new)]
@@ -103,7 +113,9 @@ def probe_joint(runner: ModelRunner, layout: KVLayout) -> JointPrefill:
     for one, other in zip(alone, together, strict=True):
         length = one.get_seq_length()
         for a, b in zip(one.extract(0, length), other.extract(0, length), strict=True):
-            if not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+            if runner.tiles is None:
+                compare_logits(config, a, b, "prompts are prefilled together", remedy=_ONE_BY_ONE)
+            elif not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
                 raise UnsupportedModelError(f"{config.model_type} has other KV beside other prompts. {_ONE_BY_ONE}")
     for single, row in zip(logits, found, strict=True):
         compare_logits(config, single, row, "prompts are prefilled together", remedy=_ONE_BY_ONE)

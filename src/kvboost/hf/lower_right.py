@@ -12,6 +12,7 @@ attention, in whole sums, is tried on a longer text by :func:`probe_whole_sums`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers.masking_utils import causal_mask_function
 
 from kvboost.hf import row_pages
-from kvboost.hf.attention import NAME, Call, Plan, UnsupportedAttentionError, attending
+from kvboost.hf.attention import NAME, Call, Plan, UnsupportedAttentionError, attending, layer_of
 from kvboost.hf.cache import KVLayout, SlabCache
 from kvboost.hf.layers import decoder_of
 
@@ -62,11 +63,7 @@ class LowerRight(Plan):
         self.calls += 1
         if self.whole_sums:
             return self._in_whole_sums(call)
-        bias: Any = causal_lower_right(call.query.shape[2], call.key.shape[2])
-        found = torch.nn.functional.scaled_dot_product_attention(
-            call.query, call.key, call.value, attn_mask=bias, scale=call.scale, enable_gqa=True
-        )
-        return found.transpose(1, 2).contiguous()
+        return _attend(call.query, call.key, call.value, call.scale).transpose(1, 2).contiguous()
 
     def _in_whole_sums(self, call: Call) -> torch.Tensor:
         query, key, value = (states[0].transpose(0, 1) for states in (call.query, call.key, call.value))
@@ -77,6 +74,40 @@ class LowerRight(Plan):
         options = {"scale": call.scale, "window_size": (-1, 0), "enable_gqa": True, "num_splits": 1}
         found: torch.Tensor = row_pages.varlen_attn(query, key, value, *ends, *longest, **options)
         return found[None].contiguous()
+
+
+@dataclass
+class JointLowerRight(Plan):
+    """One forward of several sequences, whose rows lie one after the other, each over a cache of its own."""
+
+    caches: Sequence[SlabCache]
+    rows: list[int]
+    """Rows of each."""
+    calls: int = 0
+    """Layers that attended so far."""
+
+    def mask(self, **asked: Any) -> torch.Tensor | None:
+        """What stands for each one's causal mask."""
+        if asked["mask_function"] is not causal_mask_function:
+            raise UnsupportedAttentionError("some of its layers have a window")
+        return torch.empty(0, dtype=torch.bool)
+
+    def attend(self, call: Call) -> torch.Tensor:
+        """Attention of each sequence to its own cache."""
+        layer, found = layer_of(call), []
+        self.calls += 1
+        for cache, query in zip(self.caches, torch.split(call.query, self.rows, dim=2), strict=True):
+            held = cache.layers[layer]
+            seen = slice(0, held.get_seq_length())
+            found.append(_attend(query, held.key_store[:, :, seen], held.value_store[:, :, seen], call.scale))
+        return torch.cat(found, dim=2).transpose(1, 2).contiguous()
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
+    bias: Any = causal_lower_right(query.shape[2], key.shape[2])
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=bias, scale=scale, enable_gqa=True
+    )
 
 
 def _flash_takes(layout: KVLayout, *, heads: int) -> bool:

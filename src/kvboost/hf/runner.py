@@ -30,6 +30,8 @@ class ModelRunner:
         self.model, self.tiles = model, tiles
         self.unmasked: str | None = None
         """How steps run without a mask on an accelerator, if they do."""
+        self.joins = False
+        """Whether such a step may have rows of several sequences: where no bits are promised."""
         # A PEFT model passes on what its own signature does not name. Without this every row would be projected onto
         # the vocabulary, and the last one's bits would depend on how many there are.
         self._base = without_peft(model)
