@@ -14,6 +14,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 
 import kvboost
 from kvboost import Attached, ConfigError, KVBoost
+from kvboost.hf.joint import JointPrefill
 from kvboost.types import GenerationMode
 
 Tiny = Callable[..., Any]
@@ -430,3 +431,34 @@ def test_a_forward_that_was_set_is_asked_for_its_autocast_once(tiny: Tiny) -> No
         model.generate(torch.tensor([PROMPT]), **_GREEDY)
         hook.remove()
     assert len(calls) == _GREEDY["max_new_tokens"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_short_prompts_of_a_batch_share_a_forward_on_an_accelerator(
+    fails: bool, tiny: Tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps as there, on the CPU."""
+    model = copy.deepcopy(tiny("llama"))
+    rows = [text(30, 90), *(KNOWN[:20] + text(30 + i, 3 + i) for i in range(6)), KNOWN[:20] + text(31, 4)]
+    plain = model.generate(**padded(rows), **_GREEDY)
+    with kvboost.attach(model, chunk_size=16, numerics="fast") as attached:
+        runner = attached.engine.parts.runner
+        runner.unmasked, runner.joins = "lower right", True
+        attached.engine.parts.batches.joint_prefill  # noqa: B018 - its probe runs now
+        if fails:
+            monkeypatch.setattr(JointPrefill, "append", failing)
+        seen: list[int] = []
+        model.get_decoder().register_forward_pre_hook(
+            lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+        )
+        found = model.generate(**padded(rows), **_GREEDY)
+        assert torch.equal(found, plain)
+        before_decoding = seen[: seen.index(1)]
+        assert len(before_decoding) == (7 if fails else 2)
+        assert ("one by one: a joint step failed" in caplog.text) is fails
+        again = model.generate(**padded(rows), **_GREEDY)
+        assert torch.equal(again, plain)
+
+
+def failing(*_: Any) -> torch.Tensor:
+    raise RuntimeError("no memory")

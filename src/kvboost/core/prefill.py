@@ -380,16 +380,20 @@ class Prefiller:
         self.costs.observe_done(state.clock, observe)
 
 
-def finish_together(append: AppendTogether, states: Sequence[PrefillState]) -> torch.Tensor:
-    """Run the last steps of several prefills in one forward. Returns their last tokens' logits, [states, vocab]."""
+def finish_together(append: AppendTogether, states: Sequence[PrefillState], *, leave: int = 0) -> torch.Tensor:
+    """Run the last steps of several prefills in one forward, but ``leave`` so many tokens of each.
+
+    Returns the logits of the last token that was computed of each, [states, vocab].
+    """
     for state in states:
         _check_last_step(state)
+    ends = [len(state.tokens) - leave for state in states]
     # One upload for all of them, whatever each has on the device.
-    tokens = [state.tokens[state.num_computed :] for state in states]
+    tokens = [state.tokens[state.num_computed : end] for state, end in zip(states, ends, strict=True)]
     logits = append(tokens, [state.cache for state in states])
-    for state in states:
-        state.computed(len(state.tokens))
-        state.clock.lap("first_token")
+    for state, end in zip(states, ends, strict=True):
+        state.computed(end)
+        state.clock.lap("prefill" if leave else "first_token")
         if state.spans is None:
             state.observe_once()  # its time was that of all of them: it says nothing about this one
     return logits

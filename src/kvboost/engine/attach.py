@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, update_wrapper
 from inspect import signature
@@ -19,7 +18,9 @@ from typing import Any, NamedTuple
 import torch
 
 from kvboost.core.costs import StageClock
+from kvboost.core.prefill import Prefiller, finish_together
 from kvboost.core.session import Session
+from kvboost.core.state import PrefillState
 from kvboost.engine.engine import KVBoost
 from kvboost.engine.single import Request
 from kvboost.errors import CapacityError, ConfigError, MovedModelError
@@ -42,6 +43,8 @@ from kvboost.hf.runner import in_this_thread
 from kvboost.types import GenerationMode
 
 _log = logging.getLogger(__name__)
+_SHORT, _AT_ONCE = 256, 16
+"""Tokens that a prompt of a batch misses so that it is prefilled together with others, and how many of them."""
 _CAPACITY_AHEAD = 1024  # new tokens that a batch's cache has room for; more make it grow
 
 
@@ -243,19 +246,53 @@ class _Generate:
             places: dict[tuple[int, ...], list[int]] = {}
             for row, tokens in enumerate(rows.tokens):
                 places.setdefault(tuple(tokens), []).append(row)
-            for known, at in places.items():
-                self._fill(session, list(known), cache, at, end=rows.padded - 1)
+            self._fill(session.prefiller, places, cache, end=rows.padded - 1)
             cache.set_length(rows.padded - 1)
             if copies > 1:
                 cache.batch_repeat_interleave(copies)
             given = {**arguments, "past_key_values": cache, "cache_implementation": None}
             return own_generate(self._model)(**with_padding(self._model, given))
 
-    def _fill(self, session: Session, tokens: list[int], cache: SlabCache, rows: Sequence[int], *, end: int) -> None:
-        """Put the KV of a prompt, but for its last token, into these rows, where it ends at ``end``."""
-        prefiller, last = session.prefiller, len(tokens) - 1
-        with prefiller.open(tokens) as state:
-            prefiller.advance(state, to=last)
-            prefiller.commit(state)
-            for row in rows if last else ():
-                cache.place(end - last, state.cache.span(0, last), row=row)
+    def _fill(
+        self, prefiller: Prefiller, places: dict[tuple[int, ...], list[int]], cache: SlabCache, *, end: int
+    ) -> None:
+        """Put the KV of each prompt, but for its last token, into its rows, where it ends at ``end``.
+
+        On an accelerator prompts of which little is missing share forwards, but for the first one: what it has in
+        common with others is computed once. On a CPU a forward costs little beside its tokens.
+        """
+        parts = self._engine.parts
+        joint = parts.batches.joint_prefill if len(places) > 2 and parts.runner.joins else None
+        waiting: list[tuple[PrefillState, list[int]]] = []
+
+        def put() -> None:
+            if joint is not None and len(waiting) > 1:
+                try:
+                    finish_together(joint.append, [state for state, _ in waiting], leave=1)
+                except RuntimeError as error:
+                    _log.warning("prompts of a batch are prefilled one by one: a joint step failed: %r", error)
+            while waiting:
+                state, rows = waiting[0]
+                last = len(state.tokens) - 1
+                prefiller.advance(state, to=last)
+                prefiller.commit(state)
+                for row in rows if last else ():
+                    cache.place(end - last, state.cache.span(0, last), row=row)
+                state.close()
+                del waiting[0]
+
+        try:
+            for number, (tokens, rows) in enumerate(places.items()):
+                state = prefiller.open(list(tokens))
+                missing = len(tokens) - 1 - state.num_computed
+                is_short = 0 < missing <= _SHORT and state.step_end(len(tokens)) == len(tokens)
+                waits = joint is not None and is_short and number > 0
+                if not waits or len(waiting) == _AT_ONCE:
+                    put()
+                waiting.append((state, rows))
+                if not waits:
+                    put()
+            put()
+        finally:
+            for state, _ in waiting:
+                state.close()

@@ -19,6 +19,7 @@ from kvboost.core.session import Session
 from kvboost.engine.single import Generator, Request
 from kvboost.errors import KVBoostError
 from kvboost.hf.generate import end_token_ids
+from kvboost.hf.joint import JointPrefill
 from kvboost.hf.prompt import PromptEncoder
 from kvboost.hf.sampling import Drawing, drawings
 from kvboost.scheduler.forwards import Forwards
@@ -116,6 +117,11 @@ class Batches:
         )
         running.adapter = request.adapter
         return running
+
+    @property
+    def joint_prefill(self) -> JointPrefill | None:
+        """What prefills several prompts in one forward; None where each is prefilled alone."""
+        return self._probed().prefill
 
     def _probed(self) -> Forwards:
         with self._lock:
