@@ -16,9 +16,7 @@ from kvboost.steps import largest_mask
 MIN_STEP, MAX_STEP = 512, 16384  # tokens of a prefill step
 _ROUND_TO = 256  # tokens; equal capacities for similar prompts let the workspaces serve them with the same memory
 _MAX_HEADROOM = 2048  # tokens; a growing chat then keeps its workspace for several turns
-ROW_STEP = 256
-"""Tokens: every row's capacity is a multiple."""
-_ROW_STEPS = ((1024, ROW_STEP), (4096, 512), (8192, 1024))  # up to so many tokens, rows differ by so many
+_ROW_STEPS = ((1024, 256), (4096, 512), (8192, 1024))  # up to so many tokens, rows differ by so many
 MAX_IDLE = 4
 """Workspaces that are kept for requests to come."""
 _PAGE = 4096

@@ -6,6 +6,7 @@ import copy
 import inspect
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 
 import kvboost
 from kvboost import Attached, ConfigError, KVBoost
+from kvboost.core.prefill import Prefiller
+from kvboost.hf.attention import UnsupportedAttentionError
 from kvboost.hf.joint import JointPrefill
 from kvboost.types import GenerationMode
 
@@ -433,32 +436,75 @@ def test_a_forward_that_was_set_is_asked_for_its_autocast_once(tiny: Tiny) -> No
     assert len(calls) == _GREEDY["max_new_tokens"]
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_short_prompts_of_a_batch_share_a_forward_on_an_accelerator(
-    fails: bool, tiny: Tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+SHORT = [text(30, 90), *(KNOWN[:20] + text(30 + i, 3 + i) for i in range(6)), KNOWN[:20] + text(31, 4)]
+
+
+@contextmanager
+def attached_as_on_an_accelerator(model: Any) -> Iterator[Attached]:
     """Steps as there, on the CPU."""
-    model = copy.deepcopy(tiny("llama"))
-    rows = [text(30, 90), *(KNOWN[:20] + text(30 + i, 3 + i) for i in range(6)), KNOWN[:20] + text(31, 4)]
-    plain = model.generate(**padded(rows), **_GREEDY)
     with kvboost.attach(model, chunk_size=16, numerics="fast") as attached:
         runner = attached.engine.parts.runner
         runner.unmasked, runner.joins = "lower right", True
-        attached.engine.parts.batches.joint_prefill  # noqa: B018 - its probe runs now
-        if fails:
+        assert attached.engine.parts.batches.joint_prefill, "its probe has run"
+        yield attached
+
+
+@pytest.mark.parametrize("failure", [None, RuntimeError("no memory"), UnsupportedAttentionError("it changed")])
+def test_short_prompts_of_a_batch_share_a_forward_on_an_accelerator(
+    failure: Exception | None, tiny: Tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    plain = model.generate(**padded(SHORT), **_GREEDY)
+    with attached_as_on_an_accelerator(model):
+        if failure is not None:
+
+            def failing(*_: Any) -> torch.Tensor:
+                raise failure
+
             monkeypatch.setattr(JointPrefill, "append", failing)
         seen: list[int] = []
         model.get_decoder().register_forward_pre_hook(
             lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
         )
-        found = model.generate(**padded(rows), **_GREEDY)
-        assert torch.equal(found, plain)
-        before_decoding = seen[: seen.index(1)]
-        assert len(before_decoding) == (7 if fails else 2)
-        assert ("one by one: a joint step failed" in caplog.text) is fails
-        again = model.generate(**padded(rows), **_GREEDY)
-        assert torch.equal(again, plain)
+        assert torch.equal(model.generate(**padded(SHORT), **_GREEDY), plain)
+        assert len(seen[: seen.index(1)]) == (2 if failure is None else 7), "the first one, and the others together"
+        assert torch.equal(model.generate(**padded(SHORT), **_GREEDY), plain)
+        assert caplog.text.count("one by one: a joint step failed") == (failure is not None)
 
 
-def failing(*_: Any) -> torch.Tensor:
-    raise RuntimeError("no memory")
+def test_long_prompts_of_a_batch_have_one_cache_at_a_time(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvboost.engine.attach._MOST", 200)
+    model = copy.deepcopy(tiny("llama"))
+    rows = [KNOWN + text(40 + i, 20) for i in range(6)]
+    plain = model.generate(**padded(rows), **_GREEDY)
+    held: list[int] = []
+    with attached_as_on_an_accelerator(model) as attached:
+        monkeypatch.setattr(
+            JointPrefill,
+            "append",
+            lambda self, tokens, caches, own=JointPrefill.append: (held.append(len(caches)), own(self, tokens, caches))[
+                1
+            ],
+        )
+        assert torch.equal(model.generate(**padded(rows), **_GREEDY), plain)
+        assert set(held) == {2}, "two of 100 tokens"
+        assert attached.engine._store.stats().leased == 0
+
+
+def test_a_batch_that_ends_early_gives_everything_back(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    with attached_as_on_an_accelerator(model) as attached:
+        model.generate(**padded(SHORT), **_GREEDY)
+        commit, calls = Prefiller.commit, 0
+
+        def interrupted(self: Prefiller, state: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 3:
+                raise KeyboardInterrupt
+            commit(self, state)
+
+        monkeypatch.setattr(Prefiller, "commit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(**padded([[*row, 5, 6, 7] for row in SHORT]), **_GREEDY)
+        assert attached.engine._store.stats().leased == 0

@@ -38,6 +38,7 @@ _DECIDE_NO_BITS = {
     "direct_io",
     "errors",
     "hf/checkpoint.py",
+    "hf/code_digest.py",  # it names what does
     "hf/device_memory.py",
     "hf/packed_weights.py",  # what is tested in tiles: how a model is stepped is in the key
     "hf/peft_layers.py",

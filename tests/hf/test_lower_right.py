@@ -156,17 +156,35 @@ def test_bitwise_on_an_accelerator(reason: str | None, monkeypatch: pytest.Monke
         layout = probe_model(model).layout
         found = choose_numerics(model, layout, shape_of(model, layout), numerics="bitwise")
     assert found.rule.is_bitwise
+    assert found.rule.max_tokens == (module.WHOLE if reason is None else 1024), "no longer than was tried"
     assert found.rule.grid == (None if reason is None else 1024)
     assert found.unmasked == ("whole sums" if reason is None else "lower right")
     assert found.spec == ("bitwise:any|whole sums" if reason is None else "bitwise:1024|lower right")
 
 
-def test_layers_that_are_compiled_later_get_their_mask(tiny: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("how", ["in place", "its forward", "another module"])
+def test_layers_that_are_compiled_later_get_their_mask(how: str, tiny: Callable[..., Any]) -> None:
     runner = ModelRunner(copy.deepcopy(tiny("llama")))
     cache, runner.unmasked = SlabCache(probe_model(runner.model).layout, capacity=120), "lower right"
     runner.append(_TEXT[:40], cache, logits=False)
-    for layer in runner.model.model.layers:
-        layer.compile(backend="eager")
+    layers = runner.model.model.layers
+    for index, layer in enumerate(layers):
+        if how == "in place":
+            layer.compile(backend="eager")
+        elif how == "its forward":
+            layer.forward = torch.compile(layer.forward, backend="eager")
+        else:
+            layers[index] = torch.compile(layer, backend="eager")
     found = runner.append(_TEXT[40:], cache, logits=True)
     _, expected = prefilled(ModelRunner(tiny("llama")), [40], without_masks=False)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_steps_of_eager_attention_are_short_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the scores of all heads in memory."""
+    model = put(tiny_model("llama"), lambda _: "cuda:0")
+    with Devices():
+        layout = probe_model(model).layout
+        assert choose_numerics(model, layout, shape_of(model, layout), numerics="fast").rule.max_tokens > 1024
+        monkeypatch.setattr(model.config, "_attn_implementation", "eager")
+        assert choose_numerics(model, layout, shape_of(model, layout), numerics="fast").rule.max_tokens == 1024

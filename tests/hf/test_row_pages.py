@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvboost.capacity import row_capacity
 from kvboost.hf import row_pages as module
 from kvboost.hf.probe import probe_model
 from kvboost.hf.ragged import RaggedRunner, probe_ragged
@@ -124,3 +125,8 @@ def test_where_there_is_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert has_kernel(torch.device("cuda"))
     monkeypatch.setattr(module, "varlen_attn", lambda query, key, value: query)  # before pages
     assert not has_kernel(torch.device("cuda"))
+
+
+@given(st.integers(1, 200_000))
+def test_every_row_is_whole_pages(tokens: int) -> None:
+    assert row_capacity(tokens) % PAGE == 0

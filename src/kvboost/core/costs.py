@@ -56,7 +56,7 @@ class StageClock:
 
 _DECAY = 0.98  # of earlier observations with each new one: about the last fifty count
 _DEFAULT_FIXED_TOKENS = 32.0  # the fixed cost of a forward, in tokens, before anything was observed
-_FIXED_TOKENS_RANGE = (4.0, 1024.0)  # limits of the estimate: chunks of one size cannot separate forwards from tokens
+_FIXED_TOKENS_RANGE = (4.0, 256.0)  # limits of the estimate: chunks of one size cannot separate forwards from tokens
 _DEFAULT_REPAIR_FACTOR = 1.25  # time of a repair relative to plain steps with as many tokens
 _REPAIR_FACTOR_RANGE = (0.25, 16.0)
 
@@ -96,6 +96,8 @@ class CostModel:
         """A prompt's missing tokens were computed in ``forwards`` forwards."""
         with self._lock:
             self._observed += 1
+            if self._observed == 2:  # the first one loads kernels and allocates: it says nothing about the next
+                self._ff = self._fr = self._rr = self._ft = self._rt = 0.0
             weight = (
                 1.0 / max(seconds, 1e-6) ** 2
             )  # a relative error counts the same in a short prompt as in a long one

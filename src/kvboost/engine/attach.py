@@ -43,8 +43,7 @@ from kvboost.hf.runner import in_this_thread
 from kvboost.types import GenerationMode
 
 _log = logging.getLogger(__name__)
-_SHORT, _AT_ONCE = 256, 16
-"""Tokens that a prompt of a batch misses so that it is prefilled together with others, and how many of them."""
+_MOST = 4096  # tokens of prompts that are prefilled together, what is known of them included
 _CAPACITY_AHEAD = 1024  # new tokens that a batch's cache has room for; more make it grow
 
 
@@ -107,6 +106,8 @@ class _Generate:
         self._engine, self._model = engine, engine.model
         self._said: set[str] = set()
         self._lock = threading.Lock()
+        self._joint_failed = False
+        """Whether prompts of a batch could not be prefilled together."""
         self._beneath_forward: tuple[Any, tuple[torch.dtype, bool]] | None = None
         """A forward that was set on the model, the autocast it is called in, and the one in which it computes."""
         update_wrapper(self, self.beneath)
@@ -258,41 +259,43 @@ class _Generate:
     ) -> None:
         """Put the KV of each prompt, but for its last token, into its rows, where it ends at ``end``.
 
-        On an accelerator prompts of which little is missing share forwards, but for the first one: what it has in
-        common with others is computed once. On a CPU a forward costs little beside its tokens.
+        On an accelerator short prompts share forwards, but for the first one: what it has in common with others is
+        computed once. On a CPU a forward costs little beside its tokens.
         """
         parts = self._engine.parts
-        joint = parts.batches.joint_prefill if len(places) > 2 and parts.runner.joins else None
+        joins = parts.runner.joins and not self._joint_failed and len(places) > 2
+        joint = parts.batches.joint_prefill if joins else None
+        most = min(_MOST, prefiller.rule.max_tokens)
         waiting: list[tuple[PrefillState, list[int]]] = []
 
-        def put() -> None:
-            if joint is not None and len(waiting) > 1:
+        def put(count: int) -> None:
+            """The first ``count`` of those that wait."""
+            if joint is not None and count > 1 and not self._joint_failed:
                 try:
-                    finish_together(joint.append, [state for state, _ in waiting], leave=1)
-                except RuntimeError as error:
-                    _log.warning("prompts of a batch are prefilled one by one: a joint step failed: %r", error)
-            while waiting:
+                    finish_together(joint.append, [state for state, _ in waiting[:count]], leave=1)
+                except Exception as error:  # noqa: BLE001 - whatever it is, each of them is computed alone
+                    self._joint_failed = True
+                    _log.warning("prompts of batches are prefilled one by one: a joint step failed: %r", error)
+            for _ in range(count):
                 state, rows = waiting[0]
                 last = len(state.tokens) - 1
                 prefiller.advance(state, to=last)
                 prefiller.commit(state)
                 for row in rows if last else ():
                     cache.place(end - last, state.cache.span(0, last), row=row)
-                state.close()
-                del waiting[0]
+                waiting.pop(0)[0].close()
 
         try:
             for number, (tokens, rows) in enumerate(places.items()):
+                if sum(len(state.tokens) for state, _ in waiting) + len(tokens) > most:
+                    put(len(waiting))  # whatever is known of them: each has a cache of its own
                 state = prefiller.open(list(tokens))
-                missing = len(tokens) - 1 - state.num_computed
-                is_short = 0 < missing <= _SHORT and state.step_end(len(tokens)) == len(tokens)
-                waits = joint is not None and is_short and number > 0
-                if not waits or len(waiting) == _AT_ONCE:
-                    put()
                 waiting.append((state, rows))
-                if not waits:
-                    put()
-            put()
+                fits = state.num_computed < len(tokens) - 1 and state.step_end(len(tokens)) == len(tokens)
+                if joint is None or number == 0 or not fits or len(tokens) > most:
+                    put(len(waiting) - 1)
+                    put(1)
+            put(len(waiting))
         finally:
             for state, _ in waiting:
                 state.close()

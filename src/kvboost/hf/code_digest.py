@@ -86,7 +86,7 @@ def model_code_digest(model: Any) -> str:
     modules = list(model.modules())
     classes = {base for kind in {type(module) for module in modules} for base in kind.__mro__}
     forwards = [one.__dict__["forward"] for one in (*classes, *modules) if "forward" in one.__dict__]
-    if any(map(_is_foreign, hooks_of(modules))) or any(map(_is_compiled, (*modules, *forwards))):
+    if any(map(_is_foreign, hooks_of(modules))) or any(map(is_compiled, (*modules, *forwards))):
         _log.warning("this model has hooks of yours, or is compiled: its KV serves this engine alone")
         return f"engine {uuid.uuid4().hex}"  # a hook may do anything with what it closes over
     return _digest([*classes, *forwards])
@@ -97,7 +97,7 @@ def hooks_of(modules: Iterable[Any]) -> list[Any]:
     return [hook for module in modules for name in _HOOKS for hook in getattr(module, name).values()]
 
 
-def _is_compiled(code: Any) -> bool:
+def is_compiled(code: Any) -> bool:
     """Whether this is a module that was compiled, or a forward that ``torch.compile`` made."""
     return getattr(code, "_compiled_call_impl", None) is not None or hasattr(code, "_torchdynamo_orig_callable")
 

@@ -57,11 +57,20 @@ class ModelSource:
 
     @property
     def torch_device(self) -> torch.device:
-        """Where the model goes."""
-        if self.device is not None:
-            return torch.device(self.device)
+        """Where the model goes. Raises ConfigError for a device that torch does not see."""
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return found or torch.device("cpu")
+        if self.device is None:
+            return found or torch.device("cpu")
+        try:
+            wanted = torch.device(self.device)
+        except RuntimeError as error:
+            raise ConfigError(f"{self.device!r} is no device; give cpu, cuda, cuda:1, xpu or mps") from error
+        if wanted.type not in ("cpu", "meta") and (found is None or found.type != wanted.type):
+            raise ConfigError(
+                f"torch {torch.__version__} sees no {wanted.type} device; install its build for that device and see "
+                "that the driver lists it, or use device='cpu'"
+            )
+        return wanted
 
 
 def load_resident(source: ModelSource) -> Any:

@@ -27,10 +27,9 @@ from kvboost.hf.cache import KVLayout, SlabCache
 from kvboost.hf.layers import decoder_of
 
 _PROBE_TOKENS, _PROBE_START = 24, 16
-WHOLE = 2048
-"""Tokens of the longest step that was found to have the bits of shorter ones."""
+WHOLE = 2048  # tokens of the longest step that was found to have the bits of shorter ones
 _CUTS = (1,), (7, 300), (1024, 1031)
-_PROBE_ERROR = 0.05  # of the states' norm: rounding is far less, and a mask that is lost far more
+PROBE_ERROR = 0.05  # of the norm of what is compared: rounding is far less, and a mask that is lost far more
 _FAILURES = UnsupportedAttentionError, RuntimeError, TypeError, ValueError, IndexError, AttributeError
 
 
@@ -150,7 +149,7 @@ def probe_lower_right(model: Any, layout: KVLayout) -> str | None:
         return f"its forward does not run without a mask: {error}"
     if not plan.calls:
         return "none of its layers has plain causal attention"
-    if not (found - expected).norm() <= _PROBE_ERROR * expected.norm():
+    if not (found - expected).norm() <= PROBE_ERROR * expected.norm():
         return "its attention computes something else without a mask"
     return None
 

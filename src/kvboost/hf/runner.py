@@ -16,6 +16,7 @@ import torch
 
 from kvboost.hf.attention import attending
 from kvboost.hf.cache import SlabCache
+from kvboost.hf.code_digest import is_compiled
 from kvboost.hf.layers import cache_name, decoder_of, without_peft
 from kvboost.hf.lower_right import LowerRight
 from kvboost.hf.numerics.tiles import Tiles
@@ -102,13 +103,18 @@ class ModelRunner:
             leaves.remove()
             step.close()
 
+    def has_compiled_layers(self) -> bool:
+        """Whether a layer was compiled by itself: it does not follow plans, and would get what stands for a mask."""
+        return any(
+            is_compiled(module) or is_compiled(vars(module).get("forward")) for module in self._decoder.modules()
+        )
+
     def _step(self, cache: Any, tokens: int, *, head: bool = False) -> AbstractContextManager[Any]:
         if not isinstance(cache, SlabCache):
             return nullcontext()
         if self.tiles is not None:
             return self.tiles.step(cache, tokens, head=head)
-        # A layer that was compiled by itself does not follow plans, and would be handed what stands for a mask.
-        if self.unmasked is None or any(module._compiled_call_impl is not None for module in self._decoder.modules()):
+        if self.unmasked is None or self.has_compiled_layers():
             return nullcontext()
         return attending(LowerRight(cache.get_seq_length(), whole_sums=self.unmasked == "whole sums"))
 

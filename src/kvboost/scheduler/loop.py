@@ -241,7 +241,7 @@ class JobLoop:
                     job = self._jobs[number]
                     if job.max_step != budget:
                         job.max_step = budget
-                        self.scheduler.recut(number, steps=job.steps_left())
+                        self.scheduler.prefilled(number, available=job.chunks_available(), steps=job.steps_left())
                 next_ones = self.scheduler.next_prefill(used=used, budget=budget)
                 jobs = {self._jobs[number]: number for number in next_ones}
             if not jobs:

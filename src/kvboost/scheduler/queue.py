@@ -191,10 +191,6 @@ class Scheduler:
         """Jobs with prefill steps to come."""
         return [entry.number for entry in self._running.values() if entry.steps]
 
-    def recut(self, number: int, *, steps: Sequence[int]) -> None:
-        """The job's prefill takes these steps from now on."""
-        self._running[number].steps = list(reversed(steps))
-
     def next_prefill(self, *, used: int, budget: int) -> list[int]:
         """The jobs that prefill their next step together, after ``used`` tokens of this step's ``budget``.
 
@@ -220,7 +216,7 @@ class Scheduler:
         return [entry.number for entry in chosen]
 
     def prefilled(self, number: int, *, available: int, steps: Sequence[int]) -> None:
-        """The job has run a prefill step: ``available`` chunks are available now and these steps remain."""
+        """Now ``available`` chunks of the job are available, and these steps of its prefill remain."""
         entry = self._running[number]
         entry.available, entry.steps = available, list(reversed(steps))
 

@@ -240,3 +240,23 @@ def test_pages_are_right_under_late_copies(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_seeded_pages_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _wrong_pages(monkeypatch, waits=False) > 0
+
+
+def test_pages_are_read_after_what_used_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    after: list[Any] = []
+    with LateDevices() as seen, monkeypatch.context() as patch:
+        streams = seen.streams_for([torch.device("cuda", 0)])
+        patch.setattr("kvboost.offload.kv.pager.streams_for", lambda _: streams)
+        copy = streams.copy
+        patch.setattr(streams, "copy", lambda pairs, *, after: (noted(after), copy(pairs, after=after))[1])
+
+        def noted(event: Any) -> None:
+            after.append(event)
+
+        made = pager(HostSpill(torch.device("cuda", 0)), frames=1 + TRANSIT)
+        slot = made.write(made.new_frame(), owner=0)
+        for _ in made.read([slot]):
+            pass
+        made.close()
+    assert len(after) == 2
+    assert all(event is not None for event in after), "of the stream that computes, when it was asked for"
