@@ -501,13 +501,18 @@ def test_results_go_into_a_folder_that_is_there(model: Path, results: Path, caps
     assert capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize("device", ["cuda", "nonsense"])
+@pytest.mark.parametrize(("device", "said"), [("cuda", "sees no cuda device"), ("nonsense", "is no device")])
 def test_a_device_that_is_not_there_is_one_line(
-    device: str, model: Path, results: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    device: str,
+    said: str,
+    model: Path,
+    results: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     assert run_day(model, results, "--device", device) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "leave" in error
+    assert said in error
     assert not list(results.iterdir())

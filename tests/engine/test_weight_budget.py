@@ -113,7 +113,9 @@ def test_a_budget_that_cannot_work_says_so(folder: Path, budget: str) -> None:
         KVBoost.from_pretrained(str(folder), weight_budget=budget)
 
 
-def test_a_device_with_one_queue_streams_no_weights(folder: Path) -> None:
+def test_a_device_with_one_queue_streams_no_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """MPS has no second stream to copy on."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
     with pytest.raises(ConfigError, match="which mps has not; give device='cpu'"):
         KVBoost.from_pretrained(str(folder), weight_budget="500kB", device="mps")
