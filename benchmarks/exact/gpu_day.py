@@ -119,7 +119,10 @@ def run_sections(day: Day, day_file: DayFile, todo: list[str], page: Path) -> No
         day_file.begin(name)
         say(f"{section.title} ({number} of {len(todo)} sections)")
         began, findings = time.perf_counter(), Findings()
-        state = _run_parts(day, section, findings)
+        try:
+            state = _run_parts(day, section, findings)
+        except KeyboardInterrupt:
+            raise BenchError(f"stopped in {section.title!r}; the same command runs it again and goes on") from None
         day_file.keep(name, findings.as_dict(), state=state, seconds=time.perf_counter() - began)
         replace(page, html_page(day_file, titles()))
         if (why := _dead(day)) is not None:

@@ -516,3 +516,14 @@ def test_a_device_that_is_not_there_is_one_line(
     assert error.count("\n") == 1
     assert said in error
     assert not list(results.iterdir())
+
+
+def test_who_stops_it_is_told_how_to_go_on(
+    model: Path, results: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("benchmarks.exact.gpu_day._run_parts", stopped)
+    assert run_day(model, results) == 2
+    assert "the same command runs it again" in capsys.readouterr().err
